@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""A player without Unity: scenes on MuJoCo physics that speak ML-Agents' protocol as a Unity build does.
+
+    python -m envs.player --scene Crawler --render crawler.mp4       look at a scene under random actions
+    UnityVecEnv("Crawler")                                           what the scripts do with --env-id Crawler
+    UnityEnvironment("envs/player.py", additional_args=["--scene", "Crawler"])      the stock client; or --unity-path of a script
+
+`Academy` keeps Unity's order of a fixed step and DecisionRequester's rules. A scene is a class with
+
+    behavior, sensors [(name, size)], continuous, branches      what goes over the wire: one action space for all agents
+    period, offset, between, max_step                           DecisionRequester and MaxStep: a number, or one per agent
+    begin(who), observe(who), act(who, continuous, discrete)    OnEpisodeBegin, CollectObservations, OnActionReceived
+    update(), physics()                                         the agents' FixedUpdate; the physics step and its collisions
+
+and changes `academy.reward`, or calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode. `who` are agents' indices.
+"""
+
+import argparse
+import os
+import struct
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launched as a program, like a Unity build, from anywhere
+
+from envs import SCENES  # noqa: E402
+from unity_wire import UnityMessageProto, Wire  # noqa: E402
+
+STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
+ENVIRONMENT_PARAMETERS = uuid.UUID("534c891e-810f-11ea-a9d0-822485860400").bytes_le
+RESET = 1
+
+
+class Academy:
+    """Unity's Academy with its agents and their DecisionRequesters: one entry per agent in every array.
+
+    `exchange(outbox)` is called when a message is due and returns the continuous and discrete actions of the agents that ask in it, or None
+    for a reset. The outbox holds tuples (ids, observations, rewards, done, interrupted), each for agents that decided or ended together.
+    """
+
+    def __init__(self, scene, num_agents, exchange):
+        self.scene, self.exchange = scene, exchange
+        self.order = np.arange(num_agents)  # agents are called in the order in which they were enabled
+        self.id, self.next_id = np.arange(num_agents), num_agents
+        self.enabled = np.ones(num_agents, bool)
+        self.done = np.zeros(num_agents, bool)  # has ended and not decided since
+        self.acts = np.zeros(num_agents, bool)  # has requested an action
+        self.steps = np.zeros(num_agents, int)  # of the episode
+        self.reward = np.zeros(num_agents, np.float32)  # since the last decision
+        self.continuous = np.zeros((num_agents, scene.continuous), np.float32)  # last actions received
+        self.discrete = np.zeros((num_agents, len(scene.branches)), np.int32)
+        self.count, self.total = 0, 0  # fixed steps since the last full reset, and since the start
+        self.outbox, self.stats = [], []
+        scene.academy = self
+
+    def step(self):
+        """One FixedUpdate: requests, counters, observations, the exchange, actions, MaxStep; then the agents' own update and physics."""
+        if self.total == 0:
+            self.reset()
+        decides = self.enabled & (self.count % self.scene.period == self.scene.offset)
+        self.acts |= decides | (self.enabled & self.scene.between)
+        self.count += 1
+        self.total += 1
+        self.steps += self.enabled
+        if decides.any():
+            self._put(self._agents(decides))
+        if self.outbox and self.enabled.any():
+            self._exchange()
+        acting = self._agents(self.enabled & self.acts)
+        self.acts[:] = False
+        if len(acting):
+            self.scene.act(acting, self.continuous[acting], self.discrete[acting])
+        over = self.enabled & (self.steps >= self.scene.max_step) & (np.asarray(self.scene.max_step) > 0)
+        if over.any():
+            self.end(self._agents(over), interrupted=True)
+        self.scene.update()
+        self.scene.physics()
+
+    def reset(self):
+        """A full reset, as the client's `reset` causes it: episodes are cut without a terminal, and rewards and last actions stay."""
+        self.count = 0
+        who = self._agents(self.enabled)
+        self.steps[who] = 0
+        self.scene.begin(who)
+
+    def end(self, who, interrupted=False):
+        """EndEpisode. An agent that ended already and has not decided since only begins anew: no second terminal."""
+        self._finish(who, interrupted)
+        self.steps[who] = 0
+        self.scene.begin(who)
+
+    def disable(self, who):
+        """The terminal of a disabled agent does not count as interrupted, though it is no true end."""
+        self._finish(who, interrupted=False)
+        self.enabled[who] = False
+        self.order = np.setdiff1d(self.order, who, assume_unique=True)
+
+    def enable(self, who):
+        """Agents that are enabled again get new ids and the last places in the order; their step count goes on."""
+        self.id[who] = np.arange(self.next_id, self.next_id + len(who))
+        self.next_id += len(who)
+        self.enabled[who], self.done[who] = True, False
+        self.order = np.concatenate([self.order, who])
+        self.scene.begin(who)
+
+    def _agents(self, mask):
+        return self.order[mask[self.order]]
+
+    def _finish(self, who, interrupted):
+        who = who[~self.done[who]]
+        if len(who):
+            self._put(who, done=True, interrupted=interrupted)
+            self.acts[who] = False
+
+    def _put(self, who, done=False, interrupted=False):
+        self.outbox.append((who, self.id[who], self.scene.observe(who), self.reward[who], done, interrupted))
+        self.reward[who], self.continuous[who], self.discrete[who], self.done[who] = 0, 0, 0, done
+
+    def _exchange(self):
+        outbox, self.outbox = self.outbox, []
+        actions = self.exchange(outbox)
+        if actions is None:
+            self.reset()
+            return
+        for who, *_, done, _ in outbox:
+            if not done and len(actions[0]):
+                self.continuous[who], self.discrete[who] = actions
+
+
+class Link:
+    """The player's end of the wire: the handshake, then one message per exchange."""
+
+    def __init__(self, port):
+        self.wire = Wire.connect(port)
+        self.parameters, self.spec_sent = {}, False
+        hello = UnityMessageProto()
+        output = hello.unity_output.rl_initialization_output
+        output.name, output.communication_version, output.package_version = "AcademySingleton", "1.5.0", "2.2.1"
+        for capability in output.capabilities.DESCRIPTOR.fields:
+            setattr(output.capabilities, capability.name, True)
+        self.seed = self._call(hello).rl_initialization_input.seed
+        self._call(UnityMessageProto())  # answered when the client resets for the first time
+
+    def exchange(self, outbox):
+        scene, message = self.academy.scene, UnityMessageProto()
+        output = message.unity_output
+        if not self.spec_sent:
+            self.spec_sent = True
+            spec = output.rl_initialization_output.brain_parameters.add(brain_name=scene.behavior, is_training=True).action_spec
+            spec.num_continuous_actions, spec.num_discrete_actions = scene.continuous, len(scene.branches)
+            spec.discrete_branch_sizes.extend(scene.branches)
+        infos = output.rl_output.agentInfos[scene.behavior].value
+        for _, ids, observations, rewards, done, interrupted in outbox:
+            rows = [observation.tolist() for observation in observations]
+            for i, (agent, reward) in enumerate(zip(ids.tolist(), rewards.tolist(), strict=True)):
+                info = infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted)
+                for (name, size), row in zip(scene.sensors, rows, strict=True):
+                    info.observations.add(name=name, shape=[size], dimension_properties=[1]).float_data.data.extend(row[i])
+        output.rl_output.side_channel = b"".join(
+            STATS + struct.pack("<ii", len(key) + 12, len(key)) + key.encode() + struct.pack("<fi", value, method) for key, value, method in self.academy.stats
+        )
+        self.academy.stats.clear()
+        reply = self._call(message)
+        if reply.command == RESET:
+            return None
+        actions = reply.agent_actions[scene.behavior].value
+        return [list(a.continuous_actions) for a in actions], [list(a.discrete_actions) for a in actions]
+
+    def _call(self, message):
+        message.header.status = 200
+        self.wire.send(message)
+        reply = self.wire.receive()
+        if reply.header.status != 200:
+            raise ConnectionError("the client said goodbye")
+        data = reply.unity_input.rl_input.side_channel
+        while data:  # channel, length, payload, again and again
+            channel, size = data[:16], int.from_bytes(data[16:20], "little")
+            payload, data = data[20 : 20 + size], data[20 + size :]
+            if channel == ENVIRONMENT_PARAMETERS:
+                key = 4 + int.from_bytes(payload[:4], "little")
+                kind, value = struct.unpack("<if", payload[key : key + 8])
+                if kind == 0:  # a plain float; samplers are Unity's own
+                    self.parameters[payload[4:key].decode()] = value
+        return reply.unity_input if reply.unity_input.HasField("rl_initialization_input") else reply.unity_input.rl_input
+
+
+def make_scene(args, seed, parameters):
+    """Import only the scene that is played: the test scene needs no physics engine."""
+    if args.scene == "3DBall":
+        from envs.ball3d import Ball3D as Scene
+    elif args.scene == "Crawler":
+        from envs.crawler import Crawler as Scene
+    else:
+        from envs.mixed import Mixed as Scene
+    scene = Scene(args.agents or Scene.num_agents, seed, parameters)
+    if args.decision_period is not None:
+        scene.period = args.decision_period
+    if args.max_step is not None:
+        scene.max_step = args.max_step
+    return scene
+
+
+def play(args):
+    """Be a client's player until it says goodbye or is gone."""
+    try:
+        link = Link(args.mlagents_port)
+        scene = make_scene(args, link.seed, link.parameters)
+        link.academy = Academy(scene, scene.num_agents, link.exchange)
+        while True:
+            link.academy.step()
+    except (ConnectionError, KeyboardInterrupt):
+        pass
+
+
+def film(args):
+    """Write a video of the scene under random actions."""
+    os.environ.setdefault("MUJOCO_GL", "glfw" if os.environ.get("DISPLAY") else "egl")
+    import imageio
+    import mujoco
+
+    rng = np.random.default_rng(args.seed)
+    scene = make_scene(args, args.seed, {})
+
+    def at_random(outbox):
+        asking = sum(len(who) for who, *_, done, _ in outbox if not done)
+        return rng.uniform(-1, 1, (asking, scene.continuous)), np.zeros((asking, len(scene.branches)), int)
+
+    academy = Academy(scene, scene.num_agents, at_random)
+    every = max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
+    renderer = mujoco.Renderer(scene.model, args.height, args.width)
+    with imageio.get_writer(args.render, fps=1 / (every * scene.dt)) as video:
+        for step in range(int(args.seconds / scene.dt)):
+            academy.step()
+            if step % every == 0:
+                renderer.update_scene(scene.data, camera="film")
+                video.append_data(renderer.render())
+    print(f"{args.render}: {args.seconds:g} s of {args.scene} under random actions")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="player.py", description="A bundled scene as a player that speaks ML-Agents' protocol.", allow_abbrev=False)
+    parser.add_argument("--scene", required=True, choices=SCENES, help="what to play")
+    parser.add_argument("--agents", type=int, help="how many agents (Unity's scenes have 12 in 3DBall, 10 in Crawler)")
+    parser.add_argument("--decision-period", type=int, help="fixed steps between two decisions of an agent (Unity's scenes: 5)")
+    parser.add_argument("--max-step", type=int, help="fixed steps after which an episode is interrupted (Unity's scenes: 5000; 0: never)")
+    parser.add_argument("--render", metavar="FILE.mp4", help="no client: film the scene under random actions")
+    parser.add_argument("--seconds", type=float, default=10, help="length of the film, in the scene's time")
+    parser.add_argument("--fps", type=float, default=25, help="frames per second of the film")
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--seed", type=int, default=0, help="of the film; a client brings its own")
+    parser.add_argument("--mlagents-port", type=int, help="where the client listens; the client gives this")
+    for flag in ("-batchmode", "-nographics"):  # what a client passes to a Unity build
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-logFile", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, least in (("agents", 1), ("decision_period", 1), ("max_step", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.render:
+        film(args)
+    elif args.mlagents_port:
+        play(args)
+    else:
+        parser.error("no client to play for: a client launches this with --mlagents-port; alone it can --render FILE.mp4")
+
+
+if __name__ == "__main__":
+    main()

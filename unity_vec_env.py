@@ -1,0 +1,433 @@
+"""Unity ML-Agents players as one gymnasium VectorEnv: one slot per agent, over any number of players.
+
+    python unity_vec_env.py --path Crawler                   random actions in a bundled scene, and how fast that is
+    envs = UnityVecEnv("./Builds/Crawler", num_players=2)    a Unity build; "editor" waits for the Play button
+    obs, infos = envs.reset()
+    obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+Unity's agents decide at their own pace. `infos["ready"]` says, after `reset` and after every `step`, which slots ask for an action now:
+their rows of `obs` are fresh. `step` sends the actions of those rows, ignores the others, and returns as soon as every player has an
+agent that asks. A decision is closed by the agent's next decision or by its end, and that message's reward is its reward. A row that
+is neither ready nor ended carries no transition: reward 0. Ended agents start again by themselves (SAME_STEP): `infos["final_obs"]` is
+the last observation, `infos["final_info"]["episode"]` the return "r" and the length in decisions "l". `truncated` means that Unity
+interrupted the episode (MaxStep). An ended row whose new episode has not asked yet is not ready, and its obs row is not fresh.
+
+Vector sensors are concatenated into one Box; with images the space is a Dict of "vector" and uint8 images (height, width, channel).
+Discrete branches make a MultiDiscrete, both kinds of action a Dict of "continuous" and "discrete"; `infos["action_mask"]`, one column
+per choice of every branch, is True where the choice is allowed. `infos["stats"]` holds what the game gave to Unity's StatsRecorder.
+"""
+
+import io
+import select
+import time
+import weakref
+from contextlib import closing
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from PIL import Image
+
+from unity_wire import Player, UnityMessageProto, UnityPlayerError  # before mlagents_envs, whose messages it repairs
+
+# isort: split
+from mlagents_envs.side_channel.engine_configuration_channel import EngineConfigurationChannel
+from mlagents_envs.side_channel.environment_parameters_channel import EnvironmentParametersChannel
+from mlagents_envs.side_channel.side_channel_manager import SideChannelManager
+from mlagents_envs.side_channel.stats_side_channel import StatsAggregationMethod, StatsSideChannel
+
+PATIENCE = 20  # messages to wait for an agent: the longest decision period in Unity's inspector
+RESET = 1
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class UnityVecEnv(VectorEnv):
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(
+        self, path, *, behavior=None, num_players=1, max_agents=None, seed=0, base_port=None,
+        time_scale=20.0, parameters=None, player_args=(), no_graphics=True, timeout=60,
+    ):  # fmt: skip
+        """
+        path: a bundled scene's id, a Unity build, or "editor"
+        behavior: which one to train, where there are several; agents of the others act at random
+        max_agents: slots per player; if None, as many as there are agents at the first decision
+        seed: player i gets seed + i; Unity takes it at its start only
+        base_port: player i listens on base_port + i; if None, on a free port
+        time_scale: game time per wall time; the bundled scenes always run as fast as they can
+        parameters: Unity's environment parameters, name to float
+        player_args: more command line arguments for the players
+        timeout: seconds to wait for a player
+        """
+        if num_players < 1 or (path == "editor" and num_players > 1):
+            raise ValueError(f"--num-players {num_players}: there must be at least one player, and there is only one editor")
+        if max_agents is not None and max_agents < 1:
+            raise ValueError(f"--max-agents {max_agents}: there must be at least one slot")
+        self.behavior, self.seed, self.timeout, self.fresh = behavior, seed, timeout, True
+        self.players, self.told = [], set()
+        self.close_players = weakref.finalize(self, close_all, self.players)  # at the latest when Python ends
+        try:
+            for worker in range(num_players):
+                args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
+                player = Player(path, worker, base_port, timeout, args)
+                self.players.append(player)
+                engine, settings, player.stats = EngineConfigurationChannel(), EnvironmentParametersChannel(), StatsSideChannel()
+                engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
+                for key, value in (parameters or {}).items():
+                    settings.set_float_parameter(key, value)
+                player.channels = SideChannelManager([engine, settings, player.stats])
+                player.specs, player.asking, player.others = {}, [], {}  # of its behaviors; who asks: our slots, others' agents
+                player.rng = np.random.default_rng(seed + worker)  # for the others
+            for worker, player in enumerate(self.players):
+                player.connect(seed + worker)
+                self._send(player, reset=True)
+            firsts = [self._first_message(player) for player in self.players]
+            self.num_envs = 0
+            for player, first in zip(self.players, firsts, strict=True):
+                size = max_agents or sum(not info.done for info in self._agents(first))
+                player.slots = Slots(range(self.num_envs, self.num_envs + size))
+                self.num_envs += size
+            self._make_spaces(firsts[0])
+            self._clear()
+            for player, first in zip(self.players, firsts, strict=True):
+                self._take(player, first)
+        except BaseException:
+            self.close_players()
+            raise
+
+    # gymnasium's interface
+
+    def reset(self, *, seed=None, options=None):
+        """Start all episodes anew. The first call after construction finds them new already."""
+        if seed is not None and seed != self.seed:
+            raise ValueError(f"reset(seed={seed}): Unity takes its seed when it starts: UnityVecEnv(..., seed={seed})")
+        if not self.fresh:  # Unity cuts running episodes without a word: open decisions are nobody's then
+            self._clear()
+            for player in self.players:
+                player.slots.clear()
+                player.asking, player.others = [], {}
+            self._exchange(reset=True)
+        self.fresh = False
+        return self._copy_obs(), self._infos()
+
+    def step(self, actions):
+        continuous, discrete = self._check(actions)
+        self._open |= self._ready
+        self._ready[:] = False
+        self._new_step()
+        self._exchange(continuous, discrete)
+        return self._copy_obs(), self._rewards, self._terminated, self._truncated, self._infos()
+
+    def close_extras(self, **kwargs):
+        self.close_players()
+
+    def _check(self, actions):
+        kind = "discrete" if self._branches else "continuous"
+        parts = actions if isinstance(self.single_action_space, gym.spaces.Dict) else {kind: actions}
+        continuous, discrete = (np.asarray(parts[kind]) if kind in parts else None for kind in ("continuous", "discrete"))
+        for part, width in ((continuous, self._continuous), (discrete, len(self._branches))):
+            if part is not None and part.shape != (self.num_envs, width):
+                raise ValueError(f"actions have shape {part.shape}, not {(self.num_envs, width)}: one row per slot")
+        if continuous is not None and not np.isfinite(continuous[self._ready]).all():
+            slot = np.flatnonzero(self._ready & ~np.isfinite(continuous).all(1))[0]
+            raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
+        if discrete is not None and not ((0 <= discrete) & (discrete < self._branches))[self._ready].all():
+            raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
+        return continuous, discrete
+
+    def _copy_obs(self):
+        return self._unwrap({key: value.copy() for key, value in self._obs.items()})
+
+    def _unwrap(self, observations):
+        return observations if self._images else observations["vector"]
+
+    def _infos(self):
+        infos = {"ready": self._ready.copy()}
+        if self._branches:
+            infos["action_mask"] = self._mask
+        stats = {}
+        for player in self.players:
+            for key, values in player.stats.get_and_reset_stats().items():
+                stats.setdefault(key, []).extend(values)
+        if stats:
+            infos["stats"] = {key: aggregate(values) for key, values in stats.items()}
+        for slot, final in self._final.items():
+            episode = {"r": self._returns[slot], "l": self._lengths[slot]}
+            self._add_info(infos, {"final_obs": final, "final_info": {"episode": episode}}, slot)
+            self._returns[slot], self._lengths[slot] = 0, 0
+        return infos
+
+    # The exchange
+
+    def _clear(self):
+        n = self.num_envs
+        self._ready, self._open = np.zeros(n, bool), np.zeros(n, bool)  # asks now; has its action and waits for what comes of it
+        self._returns, self._lengths = np.zeros(n), np.zeros(n, int)
+        self._new_step()
+
+    def _new_step(self):
+        n = self.num_envs
+        self._rewards, self._terminated, self._truncated, self._final = np.zeros(n), np.zeros(n, bool), np.zeros(n, bool), {}
+        self._mask = np.ones((n, sum(self._branches)), bool)
+
+    def _exchange(self, *actions, reset=False):
+        """Answer every player, then take messages, from whichever has one, until each has an agent that asks."""
+        if not self.players:
+            raise UnityPlayerError("the env is closed")
+        self.fresh = False
+        try:
+            for player in self.players:
+                self._send(player, *actions, reset=reset)
+            waiting, deadline = {player.wire.sock: player for player in self.players}, time.monotonic() + self.timeout
+            while waiting:
+                arrived = waiting if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
+                for sock in list(arrived or waiting):  # none arrived: taking from the first one tells the user
+                    player = waiting[sock]
+                    if self._take(player, self._receive(player)):
+                        del waiting[sock]
+                    elif time.monotonic() > deadline:
+                        raise player.error(f"has had no agent of {self.behavior} that asks for an action for {self.timeout:g} s")
+                    else:  # Unity sends an end on its own when an agent dies between decisions: nobody asks for an action then
+                        self._send(player)
+        except BaseException:  # a message may be half read, and an agent half served: there is no way back
+            self.close_players()
+            raise
+
+    def _take(self, player, message):
+        """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if anybody asks."""
+        self._note_others(player, message)
+        infos = self._agents(message)
+        ended, asking = [info for info in infos if info.done], [info for info in infos if not info.done]
+        if ended:
+            final = self._observe(ended)
+            for row, info in enumerate(ended):
+                slot = player.slots.end(info.id)
+                if slot is not None and self._open[slot]:  # else it ended before its first decision
+                    self._close(slot, info)
+                    self._terminated[slot], self._truncated[slot] = not info.max_step_reached, info.max_step_reached
+                    self._final[slot] = self._unwrap({key: value[row].copy() for key, value in final.items()})
+        if asking:
+            try:
+                player.asking = slots = [player.slots.of(info.id) for info in asking]
+            except StopIteration:
+                size = len(player.slots.owner)
+                raise UnityPlayerError(f"{player.name} has more agents than its {size} slots: give a larger --max-agents") from None
+            for slot, info in zip(slots, asking, strict=True):
+                if self._open[slot]:
+                    self._close(slot, info)
+                if self._branches and len(info.action_mask) == self._mask.shape[1]:
+                    self._mask[slot] = ~np.array(info.action_mask)
+            for key, rows in self._observe(asking).items():
+                self._obs[key][slots] = rows
+            self._ready[slots] = True
+        return bool(asking)
+
+    def _close(self, slot, info):
+        """This message closes the slot's open decision. A reward that comes while none is open belongs to nobody."""
+        reward = info.reward + info.group_reward
+        if not np.isfinite(reward):
+            raise UnityPlayerError(f"agent {info.id}: its reward is {reward}")
+        self._open[slot] = False
+        self._rewards[slot] = reward
+        self._returns[slot] += reward
+        self._lengths[slot] += 1
+
+    def _receive(self, player):
+        message = player.receive()
+        for brain in message.unity_output.rl_initialization_output.brain_parameters:
+            player.specs[brain.brain_name] = brain.action_spec
+        player.channels.process_side_channel_message(message.unity_output.rl_output.side_channel)
+        return message
+
+    def _send(self, player, continuous=None, discrete=None, reset=False):
+        message = UnityMessageProto()
+        reply = message.unity_input.rl_input
+        reply.side_channel = bytes(player.channels.generate_side_channel_messages())
+        reply.command = RESET if reset else 0
+        if player.asking:
+            rows, nothing = reply.agent_actions[self.behavior].value, [()] * len(player.asking)
+            continuous = nothing if continuous is None else continuous[player.asking].tolist()
+            discrete = nothing if discrete is None else discrete[player.asking].tolist()
+            for a, b in zip(continuous, discrete, strict=True):
+                rows.add(continuous_actions=a, discrete_actions=b)
+        for name, infos in player.others.items():
+            spec, rows = player.specs[name], reply.agent_actions[name].value
+            for info in infos:
+                scores = player.rng.random(sum(spec.discrete_branch_sizes)) - np.array(info.action_mask or 0)
+                branches = np.split(scores, np.cumsum(spec.discrete_branch_sizes))[:-1]
+                a = player.rng.uniform(-1, 1, spec.num_continuous_actions).tolist()
+                rows.add(continuous_actions=a, discrete_actions=[int(branch.argmax()) for branch in branches])
+        player.asking, player.others = [], {}
+        player.send(message)
+
+    # Which behavior
+
+    def _agents(self, message):
+        return message.unity_output.rl_output.agentInfos[self.behavior].value
+
+    def _first_message(self, player):
+        """The first message in which agents of the wanted behavior ask for actions."""
+        for _ in range(PATIENCE):
+            message = self._receive(player)
+            wanted = [name for name in sorted(player.specs) if self.behavior in (None, name, name.split("?team=")[0])]
+            if len(wanted) > 1:
+                raise UnityPlayerError(f"{player.name} has several behaviors, choose one by --behavior: {', '.join(wanted)}")
+            if wanted:
+                self.behavior = wanted[0]
+                if any(not info.done for info in self._agents(message)):
+                    return message
+            self._note_others(player, message)
+            self._send(player)
+        there = f"it has {', '.join(sorted(player.specs))}" if player.specs else "it has no agents at all"
+        raise UnityPlayerError(f"{player.name}: no agent of behavior {self.behavior or '(any)'} asks for actions; {there}")
+
+    def _note_others(self, player, message):
+        """Nobody trains the agents of other behaviors: they act at random, and the user is told."""
+        for name, agents in message.unity_output.rl_output.agentInfos.items():
+            if name != self.behavior and agents.value:
+                player.others[name] = [info for info in agents.value if not info.done]
+                if self.behavior in player.specs and name not in self.told:
+                    self.told.add(name)
+                    print(f"Training {self.behavior}; agents of {name} act at random", flush=True)
+
+    # What the agents see and do
+
+    def _make_spaces(self, message):
+        self._vectors, self._images, spaces, actions = [], [], {}, {}
+        info = next(info for info in self._agents(message) if not info.done)
+        for i, sensor in enumerate(info.observations):
+            shape, name = tuple(sensor.shape), sensor.name or f"sensor_{i}"
+            if len(shape) == 3:  # package 3.0 moved the channels to the front; the dimensions' properties tell
+                channels_first = list(sensor.dimension_properties) == [1, 2, 2]
+                self._images.append((i, name, shape[1:] + shape[:1] if channels_first else shape, channels_first))
+            else:
+                self._vectors.append((i, name, int(np.prod(shape)), sensor.float_data.ByteSize()))
+        if self._vectors:
+            size = sum(size for _, _, size, _ in self._vectors)
+            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        for _, name, shape, _ in self._images:
+            spaces[name] = gym.spaces.Box(0, 255, shape, np.uint8)
+        spec = self.players[0].specs[self.behavior]
+        self._continuous, self._branches = spec.num_continuous_actions, list(spec.discrete_branch_sizes)
+        if self._continuous:
+            actions["continuous"] = gym.spaces.Box(-1, 1, (self._continuous,), np.float32)
+        if self._branches:
+            actions["discrete"] = gym.spaces.MultiDiscrete(self._branches)
+        self._obs = {key: np.zeros((self.num_envs, *space.shape), space.dtype) for key, space in spaces.items()}
+        self.single_observation_space = gym.spaces.Dict(spaces) if self._images else spaces["vector"]
+        self.single_action_space = gym.spaces.Dict(actions) if len(actions) > 1 else next(iter(actions.values()))
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def _observe(self, infos):
+        """The observations of these agents, one row each. The packed floats of a message are the array's bytes already."""
+        out, chunks = {}, []
+        for info in infos:
+            for i, name, size, length in self._vectors:
+                data = info.observations[i].float_data.SerializeToString()
+                if len(data) != length:
+                    raise UnityPlayerError(f"agent {info.id}, sensor {name}: not the {size} numbers that it sent at first")
+                chunks.append(data[-4 * size :])
+        if chunks:
+            rows = out["vector"] = np.frombuffer(b"".join(chunks), "<f4").reshape(len(infos), -1)
+            if not np.isfinite(rows).all():
+                row, column = np.argwhere(~np.isfinite(rows))[0]
+                names = np.repeat([name for _, name, _, _ in self._vectors], [size for _, _, size, _ in self._vectors])
+                raise UnityPlayerError(f"agent {infos[row].id}, sensor {names[column]}: observation {column} is {rows[row, column]}")
+        for i, name, shape, channels_first in self._images:
+            where = f"agent {{}}, sensor {name}"
+            out[name] = np.stack([image(info.observations[i], shape, channels_first, where.format(info.id)) for info in infos])
+        return out
+
+
+class Slots:
+    """Which slot is whose in one player. Only a slot whose agent has ended, or that nobody has had, goes to another agent."""
+
+    def __init__(self, slots):
+        self.owner = dict.fromkeys(slots)
+        self.clear()
+
+    def clear(self):
+        self.owner, self.slot, self.free = dict.fromkeys(self.owner), {}, dict.fromkeys(self.owner)
+
+    def of(self, agent):
+        """The slot of an agent that decides. A new agent gets one never used, or that of the agent which ended longest ago."""
+        slot = self.slot.get(agent)
+        if slot is None:
+            slot = next(iter(self.free))
+            self.slot.pop(self.owner[slot], None)
+            self.slot[agent], self.owner[slot] = slot, agent
+        self.free.pop(slot, None)
+        return slot
+
+    def end(self, agent):
+        slot = self.slot.get(agent)
+        if slot is not None:
+            self.free.pop(slot, None)
+            self.free[slot] = None
+        return slot
+
+
+def image(sensor, shape, channels_first, where):
+    """A camera's picture as uint8 (height, width, channel). Unity sends PNGs of three channels each, or floats from 0 to 1."""
+    if not sensor.compressed_data:
+        values = np.array(sensor.float_data.data, np.float32)
+        if values.size != np.prod(shape) or not (0 <= values.min() and values.max() <= 1):  # a NaN fails this too
+            raise UnityPlayerError(f"{where}: not an image of shape {shape} with values from 0 to 1")
+        values = np.rint(values * 255).astype(np.uint8)
+        return values.reshape(shape[2:] + shape[:2]).transpose(1, 2, 0) if channels_first else values.reshape(shape)
+    parts = [np.asarray(Image.open(io.BytesIO(PNG + part)).convert("RGB")) for part in sensor.compressed_data.split(PNG)[1:]]
+    pixels = np.concatenate(parts, axis=2)
+    if sensor.compressed_channel_mapping:  # stacked grey images: equal channels of a PNG belong to one channel, -1 is padding
+        first = [list(sensor.compressed_channel_mapping).index(channel) for channel in range(shape[2])]
+        return pixels[:, :, first]
+    return pixels[:, :, : shape[2]]
+
+
+def aggregate(values):
+    """One number per statistic and step, as the game asked for it; a histogram stays a list."""
+    numbers, method = [value for value, _ in values], values[-1][1]
+    if method == StatsAggregationMethod.AVERAGE:
+        return float(np.mean(numbers))
+    if method == StatsAggregationMethod.SUM:
+        return float(np.sum(numbers))
+    return numbers if method == StatsAggregationMethod.HISTOGRAM else numbers[-1]
+
+
+def close_all(players):
+    while players:
+        players.pop().close()
+
+
+def demo(path: str = "Crawler", num_players: int = 1, steps: int = 500, seed: int = 0):
+    """Step a bundled scene or a Unity build with random actions, and say how fast that is.
+
+    Args:
+        path: a bundled scene's id, a Unity build, or "editor"
+        num_players: how many players to launch
+        steps: how often to step
+        seed: of the players and of the actions
+    """
+    try:
+        with closing(UnityVecEnv(path, num_players=num_players, seed=seed)) as envs:
+            print(f"{envs.behavior}: {envs.num_envs} agents\nobservations {envs.single_observation_space}\nactions {envs.single_action_space}")
+            envs.action_space.seed(seed)
+            _, infos = envs.reset()
+            decisions, returns, start = 0, [], time.perf_counter()
+            for _ in range(steps):
+                decisions += infos["ready"].sum()
+                *_, infos = envs.step(envs.action_space.sample())
+                if "final_info" in infos:
+                    returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]])
+            seconds = time.perf_counter() - start
+            mean = f"mean return {np.mean(returns):.2f}" if returns else "none ended"
+            print(f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} a second; {len(returns)} episodes, {mean}")
+    except (UnityPlayerError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(demo)
