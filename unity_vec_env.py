@@ -18,6 +18,7 @@ per choice of every branch, is True where the choice is allowed. `infos["stats"]
 """
 
 import io
+import math
 import select
 import time
 import weakref
@@ -29,7 +30,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from PIL import Image
 
-from unity_wire import Player, UnityMessageProto, UnityPlayerError  # before mlagents_envs, whose messages it repairs
+from unity_player import Player, UnityMessageProto, UnityPlayerError  # before mlagents_envs, whose messages it repairs
 
 # isort: split
 from mlagents_envs.side_channel.engine_configuration_channel import EngineConfigurationChannel
@@ -123,17 +124,21 @@ class UnityVecEnv(VectorEnv):
         self.close_players()
 
     def _check(self, actions):
-        kind = "discrete" if self._branches else "continuous"
-        parts = actions if isinstance(self.single_action_space, gym.spaces.Dict) else {kind: actions}
-        continuous, discrete = (np.asarray(parts[kind]) if kind in parts else None for kind in ("continuous", "discrete"))
-        for part, width in ((continuous, self._continuous), (discrete, len(self._branches))):
-            if part is not None and part.shape != (self.num_envs, width):
-                raise ValueError(f"actions have shape {part.shape}, not {(self.num_envs, width)}: one row per slot")
-        if continuous is not None and not np.isfinite(continuous[self._ready]).all():
-            slot = np.flatnonzero(self._ready & ~np.isfinite(continuous).all(1))[0]
-            raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
-        if discrete is not None and not ((0 <= discrete) & (discrete < self._branches))[self._ready].all():
-            raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
+        parts = actions if isinstance(actions, dict) else {"discrete" if self._branches else "continuous": actions}
+        continuous, discrete = parts.get("continuous"), parts.get("discrete")
+        if self._continuous:
+            continuous = np.asarray(continuous)
+            if continuous.shape != (self.num_envs, self._continuous):
+                raise ValueError(f"actions have shape {continuous.shape}, not {(self.num_envs, self._continuous)}: one row per slot")
+            if not np.isfinite(continuous[self._ready]).all():
+                slot = np.flatnonzero(self._ready & ~np.isfinite(continuous).all(1))[0]
+                raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
+        if self._branches:
+            discrete = np.asarray(discrete)
+            if discrete.shape != (self.num_envs, len(self._branches)):
+                raise ValueError(f"discrete actions have shape {discrete.shape}, not {(self.num_envs, len(self._branches))}: one row per slot")
+            if not ((0 <= discrete) & (discrete < self._branches))[self._ready].all():
+                raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
         return continuous, discrete
 
     def _copy_obs(self):
@@ -197,41 +202,46 @@ class UnityVecEnv(VectorEnv):
     def _take(self, player, message):
         """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if anybody asks."""
         self._note_others(player, message)
-        infos = self._agents(message)
+        infos = list(self._agents(message))
         ended, asking = [info for info in infos if info.done], [info for info in infos if not info.done]
         if ended:
             final = self._observe(ended)
-            for row, info in enumerate(ended):
-                slot = player.slots.end(info.id)
+            slots = [player.slots.end(info.id) for info in ended]
+            for row, slot in enumerate(slots):
                 if slot is not None and self._open[slot]:  # else it ended before its first decision
-                    self._close(slot, info)
-                    self._terminated[slot], self._truncated[slot] = not info.max_step_reached, info.max_step_reached
+                    self._close(np.array([slot]), [ended[row]])
+                    self._truncated[slot] = ended[row].max_step_reached
+                    self._terminated[slot] = not self._truncated[slot]
                     self._final[slot] = self._unwrap({key: value[row].copy() for key, value in final.items()})
         if asking:
             try:
-                player.asking = slots = [player.slots.of(info.id) for info in asking]
+                player.asking = slots = np.array([player.slots.of(info.id) for info in asking])
             except StopIteration:
                 size = len(player.slots.owner)
                 raise UnityPlayerError(f"{player.name} has more agents than its {size} slots: give a larger --max-agents") from None
-            for slot, info in zip(slots, asking, strict=True):
-                if self._open[slot]:
-                    self._close(slot, info)
-                if self._branches and len(info.action_mask) == self._mask.shape[1]:
-                    self._mask[slot] = ~np.array(info.action_mask)
+            self._close(slots, asking)
             for key, rows in self._observe(asking).items():
                 self._obs[key][slots] = rows
             self._ready[slots] = True
+            if self._branches:
+                for slot, info in zip(slots, asking, strict=True):
+                    if len(info.action_mask) == self._mask.shape[1]:
+                        self._mask[slot] = ~np.array(info.action_mask)
         return bool(asking)
 
-    def _close(self, slot, info):
-        """This message closes the slot's open decision. A reward that comes while none is open belongs to nobody."""
-        reward = info.reward + info.group_reward
-        if not np.isfinite(reward):
-            raise UnityPlayerError(f"agent {info.id}: its reward is {reward}")
-        self._open[slot] = False
-        self._rewards[slot] = reward
-        self._returns[slot] += reward
-        self._lengths[slot] += 1
+    def _close(self, slots, infos):
+        """These messages close the slots' open decisions. A reward that comes while none is open belongs to nobody."""
+        rewards = np.array([info.reward + info.group_reward for info in infos])
+        if not np.isfinite(rewards).all():
+            bad = np.flatnonzero(~np.isfinite(rewards))[0]
+            raise UnityPlayerError(f"agent {infos[bad].id}: its reward is {rewards[bad]}")
+        closing = self._open[slots]
+        if not closing.all():
+            slots, rewards = slots[closing], rewards[closing]
+        self._open[slots] = False
+        self._rewards[slots] = rewards
+        self._returns[slots] += rewards
+        self._lengths[slots] += 1
 
     def _receive(self, player):
         message = player.receive()
@@ -245,12 +255,17 @@ class UnityVecEnv(VectorEnv):
         reply = message.unity_input.rl_input
         reply.side_channel = bytes(player.channels.generate_side_channel_messages())
         reply.command = RESET if reset else 0
-        if player.asking:
-            rows, nothing = reply.agent_actions[self.behavior].value, [()] * len(player.asking)
-            continuous = nothing if continuous is None else continuous[player.asking].tolist()
-            discrete = nothing if discrete is None else discrete[player.asking].tolist()
-            for a, b in zip(continuous, discrete, strict=True):
-                rows.add(continuous_actions=a, discrete_actions=b)
+        if len(player.asking):
+            rows = reply.agent_actions[self.behavior]
+            if discrete is None:  # the array's rows, each behind the same few bytes, are the serialized list already
+                table = np.empty((len(player.asking), len(self._head) + 4 * self._continuous), np.uint8)
+                table[:, : len(self._head)] = self._head
+                table[:, len(self._head) :] = continuous[player.asking].astype("<f4").view(np.uint8)
+                rows.MergeFromString(table.tobytes())
+            else:
+                continuous = [()] * len(player.asking) if continuous is None else continuous[player.asking].tolist()
+                for a, b in zip(continuous, discrete[player.asking].tolist(), strict=True):
+                    rows.value.add(continuous_actions=a, discrete_actions=b)
         for name, infos in player.others.items():
             spec, rows = player.specs[name], reply.agent_actions[name].value
             for info in infos:
@@ -294,18 +309,21 @@ class UnityVecEnv(VectorEnv):
     # What the agents see and do
 
     def _make_spaces(self, message):
-        self._vectors, self._images, spaces, actions = [], [], {}, {}
+        self._vectors, self._images, self._names, spaces, actions = [], [], [], {}, {}
+        start = 0
         info = next(info for info in self._agents(message) if not info.done)
         for i, sensor in enumerate(info.observations):
             shape, name = tuple(sensor.shape), sensor.name or f"sensor_{i}"
             if len(shape) == 3:  # package 3.0 moved the channels to the front; the dimensions' properties tell
                 channels_first = list(sensor.dimension_properties) == [1, 2, 2]
                 self._images.append((i, name, shape[1:] + shape[:1] if channels_first else shape, channels_first))
-            else:
-                self._vectors.append((i, name, int(np.prod(shape)), sensor.float_data.ByteSize()))
+            else:  # where its floats stand in an agent's serialized sensors
+                end = start + sensor.float_data.ByteSize()
+                self._vectors.append((i, end - start, end - 4 * math.prod(shape), end))
+                self._names += [name] * math.prod(shape)
+                start = end
         if self._vectors:
-            size = sum(size for _, _, size, _ in self._vectors)
-            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (len(self._names),), np.float32)
         for _, name, shape, _ in self._images:
             spaces[name] = gym.spaces.Box(0, 255, shape, np.uint8)
         spec = self.players[0].specs[self.behavior]
@@ -314,6 +332,9 @@ class UnityVecEnv(VectorEnv):
             actions["continuous"] = gym.spaces.Box(-1, 1, (self._continuous,), np.float32)
         if self._branches:
             actions["discrete"] = gym.spaces.MultiDiscrete(self._branches)
+        example = UnityMessageProto().unity_input.rl_input.agent_actions[self.behavior]
+        example.value.add(continuous_actions=[0] * self._continuous)
+        self._head = np.frombuffer(example.SerializeToString(), np.uint8)[: -4 * self._continuous]  # what stands before an agent's actions
         self._obs = {key: np.zeros((self.num_envs, *space.shape), space.dtype) for key, space in spaces.items()}
         self.single_observation_space = gym.spaces.Dict(spaces) if self._images else spaces["vector"]
         self.single_action_space = gym.spaces.Dict(actions) if len(actions) > 1 else next(iter(actions.values()))
@@ -322,22 +343,21 @@ class UnityVecEnv(VectorEnv):
 
     def _observe(self, infos):
         """The observations of these agents, one row each. The packed floats of a message are the array's bytes already."""
-        out, chunks = {}, []
-        for info in infos:
-            for i, name, size, length in self._vectors:
-                data = info.observations[i].float_data.SerializeToString()
-                if len(data) != length:
-                    raise UnityPlayerError(f"agent {info.id}, sensor {name}: not the {size} numbers that it sent at first")
-                chunks.append(data[-4 * size :])
-        if chunks:
-            rows = out["vector"] = np.frombuffer(b"".join(chunks), "<f4").reshape(len(infos), -1)
+        out = {}
+        if self._vectors:
+            agents = [info.observations for info in infos]
+            if self._images:
+                agents = [[observations[i] for i, *_ in self._vectors] for observations in agents]
+            chunks = [sensor.float_data.SerializeToString() for observations in agents for sensor in observations]
+            if [*map(len, chunks)] != [length for _, length, _, _ in self._vectors] * len(infos):
+                raise UnityPlayerError(f"agents {[info.id for info in infos]}: a sensor sends another number of values than at first")
+            table = np.frombuffer(b"".join(chunks), np.uint8).reshape(len(infos), -1)
+            rows = out["vector"] = np.concatenate([table[:, first:end] for _, _, first, end in self._vectors], axis=1).view("<f4")
             if not np.isfinite(rows).all():
                 row, column = np.argwhere(~np.isfinite(rows))[0]
-                names = np.repeat([name for _, name, _, _ in self._vectors], [size for _, _, size, _ in self._vectors])
-                raise UnityPlayerError(f"agent {infos[row].id}, sensor {names[column]}: observation {column} is {rows[row, column]}")
+                raise UnityPlayerError(f"agent {infos[row].id}, sensor {self._names[column]}: observation {column} is {rows[row, column]}")
         for i, name, shape, channels_first in self._images:
-            where = f"agent {{}}, sensor {name}"
-            out[name] = np.stack([image(info.observations[i], shape, channels_first, where.format(info.id)) for info in infos])
+            out[name] = np.stack([image(info.observations[i], shape, channels_first, f"agent {info.id}, sensor {name}") for info in infos])
         return out
 
 

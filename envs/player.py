@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launched as a program, like a Unity build, from anywhere
 
 from envs import SCENES  # noqa: E402
-from unity_wire import UnityMessageProto, Wire  # noqa: E402
+from unity_player import UnityMessageProto, Wire  # noqa: E402
 
 STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
 ENVIRONMENT_PARAMETERS = uuid.UUID("534c891e-810f-11ea-a9d0-822485860400").bytes_le
@@ -52,6 +52,7 @@ class Academy:
         self.reward = np.zeros(num_agents, np.float32)  # since the last decision
         self.continuous = np.zeros((num_agents, scene.continuous), np.float32)  # last actions received
         self.discrete = np.zeros((num_agents, len(scene.branches)), np.int32)
+        self.limit = np.where(np.asarray(scene.max_step) > 0, scene.max_step, np.iinfo(int).max)
         self.count, self.total = 0, 0  # fixed steps since the last full reset, and since the start
         self.outbox, self.stats = [], []
         scene.academy = self
@@ -73,7 +74,7 @@ class Academy:
         self.acts[:] = False
         if len(acting):
             self.scene.act(acting, self.continuous[acting], self.discrete[acting])
-        over = self.enabled & (self.steps >= self.scene.max_step) & (np.asarray(self.scene.max_step) > 0)
+        over = self.steps >= self.limit
         if over.any():
             self.end(self._agents(over), interrupted=True)
         self.scene.update()
@@ -107,7 +108,7 @@ class Academy:
         self.scene.begin(who)
 
     def _agents(self, mask):
-        return self.order[mask[self.order]]
+        return self.order if mask.all() else self.order[mask[self.order]]
 
     def _finish(self, who, interrupted):
         who = who[~self.done[who]]
@@ -135,7 +136,7 @@ class Link:
 
     def __init__(self, port):
         self.wire = Wire.connect(port)
-        self.parameters, self.spec_sent = {}, False
+        self.parameters, self.heads = {}, None
         hello = UnityMessageProto()
         output = hello.unity_output.rl_initialization_output
         output.name, output.communication_version, output.package_version = "AcademySingleton", "1.5.0", "2.2.1"
@@ -147,18 +148,18 @@ class Link:
     def exchange(self, outbox):
         scene, message = self.academy.scene, UnityMessageProto()
         output = message.unity_output
-        if not self.spec_sent:
-            self.spec_sent = True
+        if self.heads is None:
+            self.heads = [sensor_head(name, size) for name, size in scene.sensors]
             spec = output.rl_initialization_output.brain_parameters.add(brain_name=scene.behavior, is_training=True).action_spec
             spec.num_continuous_actions, spec.num_discrete_actions = scene.continuous, len(scene.branches)
             spec.discrete_branch_sizes.extend(scene.branches)
         infos = output.rl_output.agentInfos[scene.behavior].value
         for _, ids, observations, rewards, done, interrupted in outbox:
-            rows = [observation.tolist() for observation in observations]
-            for i, (agent, reward) in enumerate(zip(ids.tolist(), rewards.tolist(), strict=True)):
-                info = infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted)
-                for (name, size), row in zip(scene.sensors, rows, strict=True):
-                    info.observations.add(name=name, shape=[size], dimension_properties=[1]).float_data.data.extend(row[i])
+            floats = [observation.astype("<f4").view(np.uint8) for observation in observations]
+            heads = [np.broadcast_to(head, (len(ids), len(head))) for head in self.heads]
+            sensors = np.hstack([part for pair in zip(heads, floats, strict=True) for part in pair])
+            for agent, reward, row in zip(ids.tolist(), rewards.tolist(), sensors, strict=True):
+                infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted).MergeFromString(row.tobytes())
         output.rl_output.side_channel = b"".join(
             STATS + struct.pack("<ii", len(key) + 12, len(key)) + key.encode() + struct.pack("<fi", value, method) for key, value, method in self.academy.stats
         )
@@ -185,6 +186,21 @@ class Link:
                 if kind == 0:  # a plain float; samplers are Unity's own
                     self.parameters[payload[4:key].decode()] = value
         return reply.unity_input if reply.unity_input.HasField("rl_initialization_input") else reply.unity_input.rl_input
+
+
+def sensor_head(name, size):
+    """What stands before a sensor's floats in a serialized agent: an array's bytes are the rest. Protobuf takes fields in any order."""
+    info = UnityMessageProto().unity_output.rl_output.agentInfos[""].value.add()
+    sensor = info.observations.add()
+    sensor.float_data.data.extend([0] * size)
+    floats = sensor.SerializeToString()
+    sensor.name = name
+    sensor.shape.append(size)
+    sensor.dimension_properties.append(1)
+    whole = info.SerializeToString()
+    sensor.ClearField("float_data")
+    described = sensor.SerializeToString()
+    return np.frombuffer(whole[: -len(floats) - len(described)] + described + floats[: -4 * size], np.uint8)
 
 
 def make_scene(args, seed, parameters):
@@ -219,10 +235,15 @@ def film(args):
     """Write a video of the scene under random actions."""
     os.environ.setdefault("MUJOCO_GL", "glfw" if os.environ.get("DISPLAY") else "egl")
     import imageio
-    import mujoco
 
+    try:
+        import mujoco
+
+        scene = make_scene(args, args.seed, {})
+        renderer = mujoco.Renderer(scene.model, args.height, args.width)
+    except Exception as error:
+        raise SystemExit(f"--render needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1 ({error})") from None
     rng = np.random.default_rng(args.seed)
-    scene = make_scene(args, args.seed, {})
 
     def at_random(outbox):
         asking = sum(len(who) for who, *_, done, _ in outbox if not done)
@@ -230,7 +251,6 @@ def film(args):
 
     academy = Academy(scene, scene.num_agents, at_random)
     every = max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
-    renderer = mujoco.Renderer(scene.model, args.height, args.width)
     with imageio.get_writer(args.render, fps=1 / (every * scene.dt)) as video:
         for step in range(int(args.seconds / scene.dt)):
             academy.step()
@@ -260,7 +280,9 @@ def main():
     for name, least in (("agents", 1), ("decision_period", 1), ("max_step", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if args.render:
+    if args.render and args.scene == "Mixed":
+        parser.error("--scene Mixed is for tests: there is nothing to see")
+    elif args.render:
         film(args)
     elif args.mlagents_port:
         play(args)

@@ -18,7 +18,7 @@ from conftest import ROOT, agent, free_port
 from PIL import Image
 
 from unity_vec_env import UnityVecEnv
-from unity_wire import UnityPlayerError
+from unity_player import UnityPlayerError
 
 NAME = "Scripted?team=0"
 
@@ -289,7 +289,7 @@ def test_bad_observation_names_agent_and_sensor(scripted, value):
 def test_observation_of_another_size(scripted):
     envs, _ = scripted([asks(0), asks(0, size=4)])
     envs.reset()
-    with pytest.raises(UnityPlayerError, match="agent 0, sensor Body0: not the 3 numbers"):
+    with pytest.raises(UnityPlayerError, match="agents .0.: a sensor sends another number of values"):
         act(envs)
 
 
@@ -355,7 +355,7 @@ def listening():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 def test_listens_on_loopback_only_and_no_longer_than_needed():
-    from unity_wire import Player
+    from unity_player import Player
 
     before = listening()
     player = Player("Mixed", 0, None, 10, [])

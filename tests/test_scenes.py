@@ -1,0 +1,167 @@
+"""The bundled scenes: Unity's numbers on the wire, and bodies that behave like bodies. How near they are to Unity: benchmarks/scene_fidelity.py."""
+
+import subprocess
+import sys
+from contextlib import closing
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from envs.ball3d import Ball3D
+from envs.crawler import HALF, RADIUS, Crawler
+from envs.player import Academy
+from unity_vec_env import UnityVecEnv
+
+
+def in_process(scene, actions=lambda asking: np.zeros((asking, 20))):
+    """The scene's Academy, with a policy in place of a client."""
+
+    def exchange(outbox):
+        asking = sum(len(who) for who, *_, done, _ in outbox if not done)
+        log.extend(outbox)
+        return actions(asking), np.zeros((asking, 0))
+
+    log = []
+    academy = Academy(scene, scene.num_agents, exchange)
+    academy.log = log
+    return academy
+
+
+def play(scene, decisions, seed=1):
+    """Returns and lengths of the episodes that end within so many decisions of every agent, under random actions."""
+    rng, returns, lengths = np.random.default_rng(seed), [], []
+    with closing(UnityVecEnv(scene, seed=seed)) as envs:
+        envs.reset()
+        for _ in range(decisions):
+            *_, infos = envs.step(rng.uniform(-1, 1, envs.action_space.shape))
+            if "final_info" in infos:
+                returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]])
+                lengths.extend(infos["final_info"]["episode"]["l"][infos["_final_info"]])
+    return np.array(returns), np.array(lengths)
+
+
+@pytest.mark.parametrize(("scene", "agents", "observations", "actions"), [("3DBall", 12, 8, 2), ("Crawler", 10, 158, 20)])
+def test_layout_is_unitys(scene, agents, observations, actions):
+    with closing(UnityVecEnv(scene)) as envs:
+        assert (envs.num_envs, envs.single_observation_space.shape, envs.single_action_space.shape) == (agents, (observations,), (actions,))
+        assert envs.behavior == f"{scene}?team=0"
+
+
+def test_ball_under_random_actions_scores_as_in_unity():
+    returns, lengths = play("3DBall", 600)
+    assert len(returns) > 250 and abs(returns.mean() - 0.93) < 0.1 and abs(lengths.mean() - 20) < 3
+    assert np.allclose(returns, 0.1 * (lengths - 1) - 1, atol=1e-4), "0.1 for every decision, -1 for the fall"
+
+
+def test_crawler_under_random_actions_scores_as_in_unity():
+    returns, lengths = play("Crawler", 400)
+    assert len(returns) > 200 and abs(returns.mean() + 0.7) < 0.4 and 9 < lengths.mean() < 19
+
+
+@pytest.mark.parametrize("scene", ["3DBall", "Crawler"])
+def test_max_step_interrupts(scene):
+    with closing(UnityVecEnv(scene, player_args=["--max-step", "5", "--agents", "2"])) as envs:
+        envs.reset()
+        _, _, terminated, truncated, infos = envs.step(np.zeros(envs.action_space.shape))
+        assert truncated.all() and not terminated.any() and infos["ready"].all(), "the end and the next decision come together"
+
+
+def test_ball_falls_freely_then_rests():
+    scene = Ball3D(1, 0, {})
+    academy = in_process(scene, lambda asking: np.zeros((asking, 2)))
+    academy.step()
+    scene.platform[0], scene.position[0], scene.velocity[0] = (1, 0, 0, 0), (0, 4, 0), 0
+    for step in range(1, 16):
+        academy.step()
+        assert scene.velocity[0, 1] == pytest.approx(-9.81 * 0.02 * step)
+    for _ in range(100):
+        academy.step()
+    assert scene.position[0] == pytest.approx([0, 3, 0], abs=0.03) and np.abs(scene.velocity[0]).max() < 0.05
+
+
+def test_ball_rolls_down_a_tilted_platform():
+    """A solid ball that rolls without slipping gains 5/7 g sin(slope) a second."""
+    scene, slope = Ball3D(1, 0, {}), np.radians(5)
+    academy = in_process(scene, lambda asking: np.zeros((asking, 2)))
+    academy.step()
+    scene.platform[0] = np.cos(slope / 2), 0, 0, np.sin(slope / 2)  # about z: the -x side sinks
+    scene.position[0] = 3.0 * np.array([-np.sin(slope), np.cos(slope), 0])
+    scene.velocity[0], scene.spin[0] = 0, 0
+    for _ in range(40):
+        academy.step()
+    speed = np.linalg.norm(scene.velocity[0])
+    assert scene.velocity[0, 0] < 0 and speed == pytest.approx(5 / 7 * 9.81 * np.sin(slope) * 0.8, rel=0.05)
+
+
+def test_crawler_falls_freely_then_stands():
+    """With its joints held in the start pose's middle it drops, meets the ground with its feet and keeps its body up."""
+    pose = np.zeros(20)
+    pose[8:12], pose[12:] = 0.2, 1.0  # knees bent by 90 degrees, full strength
+    scene = Crawler(1, 0, {})
+    academy = in_process(scene, lambda asking: np.tile(pose, (asking, 1)))
+    academy.step()
+    heights = []
+    for _ in range(450):
+        academy.step()
+        heights.append(scene.xpos[0, 0, 2])
+        assert (scene.height[0] - np.abs(scene.slope[0]) * HALF - RADIUS > -0.1).all(), "no part sinks into the ground"
+    assert not any(done for *_, done, _ in academy.log), "it did not fall"
+    assert 0.6 < heights[-1] < 1.6 and np.ptp(heights[-75:]) < 0.05 and np.abs(scene.qvel).max() < 0.5, "and stands still"
+
+
+def test_crawler_is_not_disturbed_by_another_that_begins():
+    one, two = Crawler(3, 0, {}), Crawler(3, 0, {})
+    for scene in (one, two):
+        academy = in_process(scene)
+        for _ in range(12):
+            academy.step()
+    two.begin(np.array([1]))
+    for scene in (one, two):
+        for _ in range(8):
+            scene.physics()
+    np.testing.assert_array_equal(one.qpos[[0, 2]], two.qpos[[0, 2]])
+    assert not np.array_equal(one.qpos[1], two.qpos[1])
+
+
+def test_crawlers_reward_at_the_wanted_velocity_is_one():
+    scene = Crawler(1, 0, {})
+    academy = in_process(scene)
+    academy.step()
+    forward = np.append(scene.forward[0], 0)
+    scene.velocity[0] = forward * scene.speed[0]
+    scene.facing[0] = forward
+    academy.reward[:] = 0
+    scene.update()
+    assert academy.reward[0] == pytest.approx(1, abs=1e-2)
+    scene.velocity[0] = -forward * scene.speed[0]
+    academy.reward[:] = 0
+    scene.update()
+    assert academy.reward[0] == 0
+
+
+def test_crawler_that_touches_ground_with_its_body_gets_minus_one():
+    scene = Crawler(1, 0, {})
+    academy = in_process(scene)
+    academy.step()
+    scene.qpos[0, 2] = 0.4
+    for _ in range(3):
+        academy.step()
+    ends = [(rewards[0], interrupted) for _, _, _, rewards, done, interrupted in academy.log if done]
+    assert ends and ends[0] == (-1, False)
+    assert scene.qpos[0, 2] > 1.5, "and starts anew"
+
+
+@pytest.mark.parametrize("scene", ["3DBall", "Crawler"])
+def test_film(scene, tmp_path):
+    out = tmp_path / "scene.mp4"
+    command = [sys.executable, "-m", "envs.player", "--scene", scene, "--render", str(out), "--seconds", "0.5", "--width", "160", "--height", "128"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "libegl1" in run.stderr:
+        pytest.skip(run.stderr.strip())
+    assert run.returncode == 0, run.stderr
+    import imageio.v3 as imageio
+
+    frames = imageio.imread(out)
+    assert frames.shape[1:] == (128, 160, 3) and len(frames) > 8
+    assert frames[-1].std() > 10 and np.abs(frames[0].astype(int) - frames[-1]).mean() > 0.5, "something is seen, and moves"
