@@ -1,0 +1,600 @@
+"""Proximal policy optimization for continuous actions, one policy for all agents: Unity scenes and gymnasium envs.
+
+    python ppo_continuous_multiagent.py --env-id Crawler                                    a bundled scene: no Unity needed
+    python ppo_continuous_multiagent.py --env-id Crawler --unity-path ./Builds/Crawler      the same settings on your Unity build
+    python ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --num-envs 8 --compile      any gymnasium env with continuous actions
+
+One row per decision. Agents that decide at their own pace fill no (num_steps, num_envs) rectangle, so rows are gathered as they come and then
+ordered agent by agent: an agent's rows stand together, in time. A rollout ends when batch_size rows are closed. An agent's open row is its
+bootstrap, and the first row of its next rollout. With gymnasium envs this is the usual rectangle, and SB3's numbers.
+
+What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at the lines:
+ 1. SB3's VecNormalize and gymnasium's wrappers update their statistics at every step. Here they are part of the agent and change between
+    iterations only: what acts is what learns, the first ratio is 1, and a saved agent carries them.
+ 2. SB3's loss has vf_coef * mse, CleanRL's and ours vf_coef * 0.5 * mse: our --vf-coef 1.0 is SB3's 0.5.
+ 3. SB3's value clipping takes the clipped error alone, CleanRL's and ours the larger one; SB3 and we have it off by default.
+ 4. SB3 anneals from the progress after the rollout (the last update has a rate of 0), CleanRL and we from the progress before it.
+ 5. CleanRL treats a time limit as a death. SB3 and we bootstrap with the value of the final observation.
+ 6. CleanRL shuffles time by time and in place; SB3 and we draw a fresh permutation of the rows agent by agent.
+ 7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
+ 8. Adam and the gradient's norm work on one flat vector, log-probs are computed after the rollout in one batch, and GAE in double precision:
+    sums in another order, so parity with SB3 holds to rounding and not to the bit.
+"""
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
+
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.func import functional_call
+
+from envs import SCENES
+from unity_vec_env import UnityPlayerError, UnityVecEnv
+
+
+@dataclass
+class Args:
+    env_id: str = "Crawler"
+    """a bundled scene (3DBall, Crawler), a gymnasium id, or module:id"""
+    unity_path: str | None = None
+    """a Unity build to launch, or "editor" to wait for its Play button; --env-id then chooses the settings only"""
+    behavior: str | None = None
+    """which of a Unity build's behaviors to train, if it has several"""
+    num_players: int = 1
+    """how many Unity players to launch; their agents are trained together"""
+    max_agents: int | None = None
+    """slots for agents per player; default: as many as there are at the first decision"""
+    time_scale: float = 20.0
+    """Unity's game time per wall time"""
+    base_port: int | None = None
+    """first port for Unity players; default: free ports"""
+    player_args: tuple[str, ...] = ()
+    """more command line arguments for the players, e.g. --player-args=--agents=20"""
+    num_envs: int = 1
+    """how many gymnasium envs to step at once (a Unity scene has as many as it has agents)"""
+    seed: int = 1
+    """of the envs, the networks, the actions and the minibatches"""
+    exp_name: str = "ppo_continuous_multiagent"
+    """part of the run's name"""
+    track: bool = False
+    """log to Weights & Biases too (pip install wandb)"""
+    wandb_project_name: str = "unity-mujoco-rl"
+    """the project's name there"""
+    device: str = "cpu"
+    """cpu, cuda or mps: where rollout and update live"""
+    compile: bool = False
+    """torch.compile the update: about ten seconds at the start, then several times faster on small networks"""
+
+    total_timesteps: int = 1_000_000
+    """decisions of all agents together"""
+    learning_rate: float = 3e-4
+    """of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    num_steps: int = 2048
+    """decisions per agent and iteration; times the agents it is the batch size"""
+    num_minibatches: int = 32
+    """minibatches per epoch"""
+    update_epochs: int = 10
+    """how often each row is used; 0 collects without learning"""
+    gamma: float = 0.99
+    """discount per decision"""
+    gae_lambda: float = 0.95
+    """how far the advantage estimate looks: 0 one step, 1 to the end"""
+    clip_coef: float = 0.2
+    """the surrogate is clipped at ratios of 1 - and 1 + this"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_vloss: bool = False
+    """clip the value's change by clip_coef too"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """the gradient is scaled down to this norm"""
+    target_kl: float | None = None
+    """stop an iteration's updates when the policy has moved 1.5 times this far"""
+    norm_obs: bool = True
+    """normalise observations by their running mean and variance"""
+    norm_reward: bool = True
+    """scale rewards by the running std of the discounted return"""
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """widths of the layers of policy and value network"""
+    logstd_init: float = 0.0
+    """log std of the actions at the start"""
+
+
+# ML-Agents' official settings for its scenes; whatever the command line says wins.
+PRESETS = {
+    "3DBall": dict(
+        total_timesteps=500_000, num_steps=1024, num_minibatches=192, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128)
+    ),
+    "Crawler": dict(
+        total_timesteps=10_000_000, num_steps=2048, num_minibatches=10, update_epochs=3, gamma=0.995, ent_coef=5e-3, hidden_sizes=(512, 512, 512)
+    ),
+}
+
+
+class SyncEnvs:
+    """gymnasium envs, one after another. Around a small env gymnasium's own SyncVectorEnv takes as long as the env itself."""
+
+    def __init__(self, make, num_envs):
+        self.envs, self.num_envs = [make() for _ in range(num_envs)], num_envs
+        self.single_observation_space, self.single_action_space = self.envs[0].observation_space, self.envs[0].action_space
+
+    def reset(self, seed):
+        return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
+
+    def step(self, actions):
+        n, infos = self.num_envs, {"final_obs": {}}
+        obs, rewards = np.empty((n, *self.single_observation_space.shape), np.float32), np.empty(n)
+        terminated, truncated = np.empty(n, bool), np.empty(n, bool)
+        for i, env in enumerate(self.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                infos["final_obs"][i] = obs[i].copy()
+                obs[i], _ = env.reset()
+        return obs, rewards, terminated, truncated, infos
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+class EnvPoolEnvs:
+    """EnvPool's C++ envs. After an end they take one step to reset: that row is not ready, and its observation is the final one."""
+
+    def __init__(self, env_id, num_envs, seed):
+        import envpool
+
+        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=min(num_envs, os.cpu_count()), seed=seed)
+        self.num_envs, self.single_observation_space, self.single_action_space = num_envs, self.pool.observation_space, self.pool.action_space
+
+    def reset(self, seed):
+        return self.pool.reset()[0], {}
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
+        return obs, rewards, terminated, truncated, {"ready": ~(terminated | truncated), "final_obs": obs}
+
+    def close(self):
+        self.pool.close()
+
+
+def make_envs(args):
+    """The envs, and how they are stepped, in words."""
+    if args.unity_path or args.env_id in SCENES:
+        envs = UnityVecEnv(
+            args.unity_path or args.env_id, behavior=args.behavior, num_players=args.num_players, max_agents=args.max_agents, seed=args.seed,
+            base_port=args.base_port, time_scale=args.time_scale, player_args=args.player_args,
+        )  # fmt: skip
+        return envs, f"{args.num_players} Unity player(s), {envs.num_envs} agents"
+    module, _, name = args.env_id.rpartition(":")
+    try:
+        importlib.import_module(module or "gymnasium")
+        entry_point = gym.spec(name).entry_point
+    except ImportError as error:
+        raise ValueError(f"--env-id {args.env_id}: {error}") from None
+    except gym.error.Error as error:
+        near = difflib.get_close_matches(name, [*gym.registry, *SCENES], 3)
+        raise ValueError(f"--env-id {args.env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))) from None
+    if args.num_envs > 1 and str(entry_point).startswith("gymnasium.envs.mujoco"):
+        return EnvPoolEnvs(name, args.num_envs, args.seed), f"EnvPool, {args.num_envs} envs"
+
+    def thunk():
+        env = gym.make(name, disable_env_checker=True)
+        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+
+    return SyncEnvs(thunk, args.num_envs), f"{args.num_envs} gymnasium env(s), one after another"
+
+
+class Normalizer(nn.Module):
+    """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
+        self.register_buffer("shift", torch.zeros(shape))  # the same in single precision, as they are put to use
+        self.register_buffer("scale", torch.ones(shape))
+
+    def update(self, batch):
+        batch = batch.double()
+        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        delta, total = mean - self.mean, self.count + count
+        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
+        self.mean += delta * count / total
+        self.count += count
+        self.shift.copy_(self.mean)
+        self.scale.copy_(torch.rsqrt(self.var + 1e-8))
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(sizes, out, std):
+    layers = []
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        layers += [layer_init(nn.Linear(a, b)), nn.Tanh()]
+    return nn.Sequential(*layers, layer_init(nn.Linear(sizes[-1], out), std))
+
+
+class Agent(nn.Module):
+    """What is saved and put to use: the statistics of the observations are part of it."""
+
+    def __init__(self, obs_dim, action_dim, args):
+        super().__init__()
+        sizes = (obs_dim, *args.hidden_sizes)
+        self.actor_logstd = nn.Parameter(torch.full((action_dim,), args.logstd_init))
+        self.actor_mean = mlp(sizes, action_dim, std=0.01)
+        self.critic = mlp(sizes, 1, std=1.0)
+        self.norm_obs = args.norm_obs
+        self.obs_rms = Normalizer(obs_dim)
+
+    def normalize(self, obs):
+        if not self.norm_obs:
+            return obs
+        return ((obs - self.obs_rms.shift) * self.obs_rms.scale).clamp(-10, 10)
+
+    def policy(self):
+        """A function from observations to actions as arrays, sampled and not clipped: the env gets them clipped, the update as they are.
+
+        On a CPU it is written out in numpy: for a few observations and a small network torch's calls take three times as long.
+        """
+        std, device = self.actor_logstd.detach().exp(), self.actor_logstd.device
+        if device.type != "cpu":
+
+            @torch.inference_mode()
+            def act(obs):
+                mean = self.actor_mean(self.normalize(torch.as_tensor(obs, device=device)))
+                return (mean + std * torch.randn_like(mean)).cpu().numpy()
+
+            return act
+        layers = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in self.actor_mean if isinstance(layer, nn.Linear)]
+        shift, scale, std = self.obs_rms.shift.numpy(), self.obs_rms.scale.numpy(), std.numpy()
+
+        def act(obs):
+            x = np.minimum(np.maximum((obs - shift) * scale, -10.0), 10.0) if self.norm_obs else obs
+            for weight, bias in layers[:-1]:
+                x = np.tanh(x @ weight + bias)
+            mean = x @ layers[-1][0] + layers[-1][1]
+            return mean + std * torch.randn(mean.shape).numpy()
+
+        return act
+
+    def forward(self, normalized_obs, action):
+        """Log-probs of the actions, the entropy (the same for all observations), values."""
+        z = (action - self.actor_mean(normalized_obs)) * torch.exp(-self.actor_logstd)
+        logprob = (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
+        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        return logprob, entropy, self.critic(normalized_obs).flatten()
+
+
+def agent_by_agent(slots, closing, n):
+    """Order rows, and what closed them, agent by agent, each agent's in time: its k-th closing message closes its k-th row.
+
+    Agents that decide at their own pace fill no (num_steps, num_envs) rectangle, but each agent's decisions are in order. Returns the order of the rows,
+    which of them are closed, and the order of the closing messages, which is the order of the closed rows.
+    """
+    order = np.argsort(slots, kind="stable")
+    count = np.bincount(slots, minlength=n)
+    rank = np.arange(len(slots)) - np.repeat(np.cumsum(count) - count, count)
+    return order, rank < np.bincount(closing, minlength=n)[slots[order]], np.argsort(closing, kind="stable")
+
+
+def gae(rewards, values, next_values, goes_on, gamma, gae_lambda):
+    """One backward walk over the rows, agent by agent: no special case for ends, for the rollout's last step, or for the number of agents.
+
+    next_values: value of the agent's next row, of the final observation if truncated, 0 if terminated; goes_on: the next row is the episode's next
+    and is closed, so that its advantage is known.
+    """
+    advantages, advantage = [0.0] * len(rewards), 0.0
+    for i in range(len(rewards) - 1, -1, -1):
+        advantage = rewards[i] + gamma * next_values[i] - values[i] + (gamma * gae_lambda * advantage if goes_on[i] else 0.0)
+        advantages[i] = advantage
+    return advantages
+
+
+def make_update(agent, args):
+    """One minibatch: loss, gradient, clipping and Adam on one flat vector of all parameters, so that it can be compiled whole."""
+    names, shapes, sizes = zip(*((name, p.shape, p.numel()) for name, p in agent.named_parameters()), strict=True)
+
+    def update(flat, exp_avg, exp_avg_sq, step, lr, mb_inds, *batch):
+        obs, actions, logprobs, advantages, returns, values = (x[mb_inds] for x in batch)
+        flat = flat.detach().requires_grad_()
+        parameters = {name: part.view(shape) for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True)}
+        newlogprob, entropy, newvalue = functional_call(agent, parameters, (obs, actions))
+        logratio = newlogprob - logprobs
+        ratio = logratio.exp()
+        if args.norm_adv and len(advantages) > 1:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
+        v_loss = (newvalue - returns) ** 2
+        if args.clip_vloss:  # SB3 differs (3)
+            v_clipped = values + (newvalue - values).clamp(-args.clip_coef, args.clip_coef)
+            v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
+        v_loss = 0.5 * v_loss.mean()  # SB3 differs (2)
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        (grad,) = torch.autograd.grad(loss, flat)
+        with torch.no_grad():
+            norm = grad.norm()
+            grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            approx_kl = (ratio - 1 - logratio).mean()
+            new_step = step + 1
+            new_exp_avg = exp_avg + 0.1 * (grad - exp_avg)
+            new_exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * grad**2
+            denominator = (new_exp_avg_sq / (1 - 0.999**new_step)).sqrt() + 1e-5
+            new_flat = flat - lr / (1 - 0.9**new_step) * new_exp_avg / denominator
+            metrics = torch.stack([pg_loss, v_loss, entropy, approx_kl, ((ratio - 1).abs() > args.clip_coef).float().mean(), norm, ratio[0]])
+        return new_flat.detach(), new_exp_avg, new_exp_avg_sq, new_step, metrics.detach()
+
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True
+        return torch.compile(update, fullgraph=True, dynamic=False)
+    return update
+
+
+def save(path, state):
+    """Written beside its place and renamed: a crash leaves the last one whole."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Progress:
+    """One live line: steps, return, speed, where the time goes, time left. Without a terminal a plain line every few seconds."""
+
+    def __init__(self, total):
+        self.total, self.live, self.start, self.due = total, sys.stdout.isatty(), time.time(), 0.0
+
+    def show(self, steps, returns, seconds, last=False):
+        now = time.time()
+        if now < self.due and not last:
+            return
+        self.due, sps = now + (0.2 if self.live else 5), steps / (now - self.start)
+        mean = f"{np.mean(returns):9.2f}" if returns else "        -"
+        shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
+        left = time.strftime("%H:%M:%S", time.gmtime((self.total - steps) / sps))
+        line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
+        print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
+
+
+def check(args):
+    """Refuse what can't work, before any work starts."""
+    for name in ("num_envs", "num_players", "num_steps", "num_minibatches", "total_timesteps", "learning_rate", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be between 0 and 1")
+    for name in ("clip_coef", "ent_coef", "vf_coef", "update_epochs"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative")
+    if args.num_envs > 1 and (args.unity_path or args.env_id in SCENES):
+        raise ValueError(f"--num-envs {args.num_envs}: a Unity scene has as many envs as it has agents; more come with --num-players")
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(args.device.split(":")[0], False):
+        raise ValueError(f"--device {args.device}: not on this machine, which has {', '.join(k for k, v in available.items() if v)}")
+
+
+def train(args):
+    check(args)
+    envs, how = make_envs(args)
+    try:
+        run(args, envs, how)
+    finally:
+        envs.close()
+
+
+def run(args, envs, how):
+    if not isinstance(envs.single_action_space, gym.spaces.Box):
+        raise ValueError(f"{args.env_id} has actions {envs.single_action_space}: this script takes continuous ones; ppo_pixel.py takes discrete ones")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        raise ValueError(f"{args.env_id} has observations {envs.single_observation_space}: this script takes vectors; ppo_pixel.py takes images")
+    n, batch_size = envs.num_envs, envs.num_envs * args.num_steps
+    obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    if batch_size % args.num_minibatches:
+        raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {n} x {args.num_steps} = {batch_size} decisions")
+    if args.total_timesteps < batch_size:
+        raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch of {n} x {args.num_steps} = {batch_size} decisions")
+    minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+    # Small products are not worth a second thread: waking it costs more than it computes. And while agents act, the players need the cores.
+    learn_threads = 1 if minibatch_size * max(args.hidden_sizes) < 2**17 else os.cpu_count()
+
+    run_name = f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = Path("runs") / run_name
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: wait a second, or give another --exp-name")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(args), indent=2))
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, sync_tensorboard=True, config=vars(args), name=run_name, save_code=True)
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(folder)
+    writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{key}|{value}|" for key, value in vars(args).items()))
+    print(f"{run_name}: {how}; batches of {batch_size}, minibatches of {minibatch_size}; tensorboard --logdir runs", flush=True)
+
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    agent = Agent(obs_dim, action_dim, args).to(device)
+    return_rms = Normalizer()
+    update = make_update(agent, args)
+    flat = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    optimizer = [torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)]  # Adam's two averages and its step
+
+    def keep():
+        nn.utils.vector_to_parameters(flat, agent.parameters())
+        state = {"agent": agent.state_dict(), "return_rms": return_rms.state_dict(), "optimizer": optimizer}
+        save(folder / "checkpoint.pt", {**state, "global_step": global_step, "args": dataclasses.asdict(args)})
+
+    if args.compile:
+        start = time.time()
+        torch.set_num_threads(learn_threads)  # torch compiles anew when it changes
+        example = [torch.zeros((batch_size, *shape), device=device) for shape in ((obs_dim,), (action_dim,), (), (), (), ())]
+        update(flat, *optimizer, torch.zeros((), device=device), torch.arange(minibatch_size, device=device), *example)
+        print(f"Compiled the update in {time.time() - start:.1f} s", flush=True)
+
+    everybody = np.arange(n)
+    opened = np.zeros(n, bool)  # has its action and waits for what comes of it
+    open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the iteration before: who, obs, action
+    discounted, episode_return, episode_length = [0.0] * n, [0.0] * n, [0] * n
+    env_actions = np.zeros((n, action_dim), envs.single_action_space.dtype)
+    progress, seconds, global_step, recent = Progress(num_iterations * batch_size), {"env": 0.0, "act": 0.0, "learn": 0.0}, 0, []
+    next_obs, infos = envs.reset(seed=args.seed)
+    ready = infos.get("ready", np.ones(n, bool))
+    start = time.perf_counter()
+    for iteration in range(1, num_iterations + 1):
+        lr = args.learning_rate * (1 - (iteration - 1) / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
+        torch.set_num_threads(1)
+        act = agent.policy()
+        slots, obs, actions = ([rows] for rows in open_rows)
+        closing, rewards, terminations, truncations, finals, num_closed = [], [], [], [], {}, 0
+        while num_closed < batch_size:
+            who = everybody if ready.all() else np.flatnonzero(ready)
+            slots.append(who)
+            obs.append(np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim))
+            actions.append(act(obs[-1]))
+            env_actions[who] = np.minimum(np.maximum(actions[-1], low), high)
+            opened |= ready
+            now = time.perf_counter()
+            seconds["act"] += now - start
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(n, *envs.single_action_space.shape))
+            start = time.perf_counter()
+            seconds["env"] += start - now
+
+            done, ready = terminated | truncated, infos.get("ready", ready)
+            closes = np.flatnonzero(opened & (done | ready))
+            opened[closes] = False
+            if done.any():
+                for k in np.flatnonzero(truncated[closes] & ~terminated[closes]):  # CleanRL differs (5)
+                    finals[num_closed + k] = infos["final_obs"][closes[k]]
+            closing.append(closes)
+            rewards.append(reward[closes])
+            terminations.append(terminated[closes])
+            truncations.append(truncated[closes])
+            num_closed += len(closes)
+            progress.show(global_step + num_closed, recent, seconds)
+        global_step += num_closed
+
+        # Rows agent by agent: CleanRL differs (6). Last of each agent stands its open row, whose value is the bootstrap.
+        acted = sum(map(len, slots))
+        who = np.flatnonzero(ready)
+        slots, obs = np.concatenate([*slots, who]), np.concatenate([*obs, np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim)])
+        actions = np.concatenate([*actions, np.zeros((len(who), action_dim), np.float32)])
+        closing = np.concatenate(closing)
+        order, closed, closing_order = agent_by_agent(slots, closing, n)
+        open_rows = [x[np.sort(order[~closed & (order < acted)])] for x in (slots, obs, actions)]
+        owner, obs, actions = slots[order], torch.as_tensor(obs[order], device=device), torch.as_tensor(actions[order], device=device)
+        row_of = np.zeros(num_closed, int)  # of each closing message
+        row_of[closing_order] = np.flatnonzero(closed)
+        reward, ended = np.zeros(len(order)), np.zeros(len(order), bool)
+        reward[row_of], ended[row_of] = np.concatenate(rewards), np.concatenate(terminations) | np.concatenate(truncations)
+
+        # Values and log-probs in one batch, with the weights and statistics that chose the actions: SB3 differs (1, 8).
+        torch.set_num_threads(learn_threads)
+        with torch.no_grad():
+            normalized = agent.normalize(obs)
+            logprobs, _, values = agent(normalized, actions)
+            value = values.double().cpu().numpy()
+            next_values = np.where(closed & ~ended, np.roll(value, -1), 0.0)
+            if finals:
+                final_obs = np.stack([np.asarray(o, np.float32).ravel() for o in finals.values()])
+                final_values = agent.critic(agent.normalize(torch.as_tensor(final_obs, device=device))).flatten()
+                next_values[row_of[list(finals)]] = final_values.cpu()
+        scaled = np.clip(reward * return_rms.scale.item(), -10, 10) if args.norm_reward else reward
+        goes_on = closed & ~ended & np.roll(closed, -1)
+        advantages = gae(scaled.tolist(), value.tolist(), next_values.tolist(), goes_on.tolist(), args.gamma, args.gae_lambda)
+        returns, discounted_returns = [], []
+        for slot, r, end in zip(owner[closed].tolist(), reward[closed].tolist(), ended[closed].tolist(), strict=True):
+            discounted[slot] = discounted[slot] * args.gamma + r
+            discounted_returns.append(discounted[slot])
+            episode_return[slot] += r
+            episode_length[slot] += 1
+            if end:
+                returns.append((episode_return[slot], episode_length[slot]))
+                discounted[slot], episode_return[slot], episode_length[slot] = 0.0, 0.0, 0
+
+        rows = torch.as_tensor(np.sort(row_of[:batch_size]), device=device)  # agents of mixed periods can close a few more in the last step
+        b_advantages, b_values = torch.tensor(advantages, dtype=torch.float32, device=device)[rows], values[rows]
+        batch = (normalized[rows], actions[rows], logprobs[rows], b_advantages, b_advantages + b_values, b_values)
+        lr_now, metrics, stopped, last_good = torch.tensor(lr, device=device), [], False, (flat, *optimizer)
+        for _ in range(args.update_epochs):
+            for mb_inds in torch.as_tensor(np.random.permutation(batch_size), device=device).split(minibatch_size):
+                *new, mb_metrics = update(flat, *optimizer, lr_now, mb_inds, *batch)
+                stopped = args.target_kl is not None and float(mb_metrics[3]) > 1.5 * args.target_kl  # CleanRL differs (7)
+                if stopped:
+                    break
+                flat, *optimizer = new
+                metrics.append(mb_metrics)
+            if stopped:
+                break
+        metrics = torch.stack(metrics).cpu() if metrics else torch.zeros(1, 7)
+        if not torch.isfinite(metrics).all() or not torch.isfinite(flat).all():
+            flat, *optimizer = last_good
+            keep()
+            raise FloatingPointError(f"iteration {iteration}: a loss or gradient is not a number. The state before it is in {folder}/checkpoint.pt")
+        nn.utils.vector_to_parameters(flat, agent.parameters())
+        agent.obs_rms.update(obs[rows])
+        return_rms.update(torch.tensor(discounted_returns))
+
+        now = time.perf_counter()
+        seconds["learn"] += now - start
+        start = now
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm")
+        scalars = {f"losses/{name}": x for name, x in zip(names, metrics.mean(0).tolist(), strict=False)}
+        scalars["losses/explained_variance"] = 1 - (b_advantages.var() / (b_advantages + b_values).var()).item()
+        scalars["charts/learning_rate"] = lr
+        scalars["charts/SPS"] = global_step / (time.time() - progress.start)
+        if returns:
+            recent = [r for r, _ in returns]
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(returns, axis=0)
+        scalars |= {f"time/{name}": x / sum(seconds.values()) for name, x in seconds.items()}
+        for name, x in scalars.items():
+            writer.add_scalar(name, x, global_step)
+        progress.show(global_step, recent, seconds, last=iteration == num_iterations)
+    keep()
+    writer.close()
+    print(f"Saved {folder}/checkpoint.pt")
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if args.env_id in PRESETS:
+        args = tyro.cli(Args, description=__doc__, default=Args(**PRESETS[args.env_id]))
+    try:
+        train(args)
+    except (ValueError, UnityPlayerError, FloatingPointError) as error:
+        raise SystemExit(f"\n{error}") from None
+
+
+if __name__ == "__main__":
+    main()

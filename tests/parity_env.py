@@ -1,0 +1,66 @@
+"""A small deterministic task whose episodes end in both ways: registered as parity_env:Parity-v0."""
+
+import gymnasium as gym
+import numpy as np
+
+
+class Parity(gym.Env):
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = self.np_random.uniform(-1, 1, 3)
+        return self.x.astype(np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+        a, b = np.asarray(action, float)
+        self.x = 0.9 * self.x + np.array([0.5 * a, 0.3 * b, 0.2 * a * b + 0.1]) + 0.05 * self.np_random.standard_normal(3)
+        reward = float(1 + 3 * self.x[0] - self.x[1] ** 2)
+        return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.9), False, {}
+
+
+class OneStep(gym.Env):
+    """One step, reward 1, then the time limit. The state goes on: its value is 1 / (1 - gamma), not 1."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        return np.ones(1, np.float32), 1.0, False, False, {}
+
+
+class Nested(Parity):
+    """The same task seen as a Dict within a Dict."""
+
+    observation_space = gym.spaces.Dict(
+        {"body": gym.spaces.Dict({"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)}), "z": gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)}
+    )
+
+    def _see(self, obs):
+        return {"body": {"x": obs[:2]}, "z": obs[2:]}
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return self._see(obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return self._see(obs), *rest
+
+
+class BadReward(Parity):
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, float("nan"), *rest
+
+
+gym.register("Parity-v0", Parity, max_episode_steps=7)
+gym.register("OneStep-v0", OneStep, max_episode_steps=1)
+gym.register("Nested-v0", Nested, max_episode_steps=7)
+gym.register("BadReward-v0", BadReward, max_episode_steps=15)

@@ -1,0 +1,331 @@
+"""ppo_continuous_multiagent.py: parity with the real SB3, advantages, truncation, rows of mixed periods, determinism, bad input."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import parity_env  # noqa: F401
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ppo_continuous_multiagent as ppo
+
+SMALL = dict(env_id="parity_env:Parity-v0", num_steps=64, num_minibatches=4, update_epochs=2, hidden_sizes=(8, 8))
+
+
+@pytest.fixture
+def spy(monkeypatch, tmp_path):
+    """Runs the script in an empty folder, and sees what goes into the advantage and into the update."""
+    monkeypatch.chdir(tmp_path)
+    seen = SimpleNamespace(gae=[], batches=[], ratios=[], agent=None)
+    gae, make_update, build = ppo.gae, ppo.make_update, ppo.Agent
+
+    def spied_gae(*args):
+        seen.gae.append((*args, gae(*args)))
+        return seen.gae[-1][-1]
+
+    def spied_make_update(agent, args):
+        update = make_update(agent, args)
+
+        def spied(*inputs):
+            if not seen.batches or seen.batches[-1][0] is not inputs[6]:
+                seen.batches.append(inputs[6:])
+                seen.ratios.append(float(update(*inputs)[-1][-1]))
+            return update(*inputs)
+
+        return spied
+
+    def remembered(*args):
+        seen.agent = build(*args)
+        return seen.agent
+
+    monkeypatch.setattr(ppo, "gae", spied_gae)
+    monkeypatch.setattr(ppo, "make_update", spied_make_update)
+    monkeypatch.setattr(ppo, "Agent", remembered)
+
+    def run(**kwargs):
+        ppo.train(ppo.Args(**{**SMALL, "exp_name": f"run{len(seen.batches)}", **kwargs}))
+        return seen
+
+    return run
+
+
+# Parity with SB3
+
+
+class Freeze(pytest.importorskip("stable_baselines3").common.callbacks.BaseCallback):
+    """Difference (1): SB3's VecNormalize, with statistics that change between iterations only."""
+
+    def _on_rollout_start(self):
+        venv = self.training_env
+        if not hasattr(self, "obs"):
+            self.discounted = np.zeros(venv.num_envs)
+        else:
+            venv.obs_rms.update(np.concatenate(self.obs))
+            venv.ret_rms.update(np.concatenate(self.returns))
+        self.obs, self.returns, self.now = [], [], venv.get_original_obs()
+        self.model._last_obs = venv.normalize_obs(self.now)
+
+    def _on_step(self):
+        venv = self.training_env
+        self.obs.append(self.now)
+        self.now = venv.get_original_obs()
+        self.discounted = self.discounted * venv.gamma + venv.get_original_reward()
+        self.returns.append(self.discounted.copy())
+        self.discounted[self.locals["dones"]] = 0
+        return True
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_parity_with_sb3(spy, monkeypatch, num_envs, normalize):
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    iterations, steps = 5, 64
+    venv = make_vec_env("Parity-v0", num_envs, seed=3)
+    if normalize:
+        venv = VecNormalize(venv, training=False, gamma=0.97)
+    model = PPO("MlpPolicy", venv, n_steps=steps, batch_size=32, n_epochs=3, gamma=0.97, ent_coef=0.01, seed=3, device="cpu")
+    policy, first = model.policy, {}
+    names = {"actor_logstd": "log_std", "actor_mean.0": "mlp_extractor.policy_net.0", "actor_mean.2": "mlp_extractor.policy_net.2"}
+    names |= {"actor_mean.4": "action_net", "critic.0": "mlp_extractor.value_net.0", "critic.2": "mlp_extractor.value_net.2", "critic.4": "value_net"}
+    theirs = lambda: {ours + end: policy.state_dict()[sb3 + end].clone() for ours, sb3 in names.items() for end in ("", ".weight", ".bias") if sb3 + end in policy.state_dict()}  # noqa: E731
+    initial, buffer = theirs(), model.rollout_buffer
+    compute = buffer.compute_returns_and_advantage
+
+    def computed(*args, **kwargs):
+        compute(*args, **kwargs)
+        if not first:
+            for key in ("observations", "actions", "log_probs", "values", "rewards", "advantages", "returns"):
+                array = getattr(buffer, key)
+                first[key] = np.swapaxes(array, 0, 1).reshape(steps * num_envs, -1).squeeze()
+
+    monkeypatch.setattr(buffer, "compute_returns_and_advantage", computed)
+    torch.manual_seed(11)
+    np.random.seed(11)
+    model.learn(iterations * steps * num_envs, callback=Freeze() if normalize else None)
+
+    build = ppo.Agent
+
+    def same_start(*args):
+        agent = build(*args)
+        agent.load_state_dict(initial, strict=False)
+        torch.manual_seed(11)
+        np.random.seed(11)
+        return agent
+
+    monkeypatch.setattr(ppo, "Agent", same_start)
+    seen = spy(
+        num_envs=num_envs, num_steps=steps, num_minibatches=steps * num_envs // 32, update_epochs=3, total_timesteps=iterations * steps * num_envs,
+        hidden_sizes=(64, 64), gamma=0.97, ent_coef=0.01, vf_coef=1.0, anneal_lr=False, norm_obs=normalize, norm_reward=normalize, seed=3,
+    )  # fmt: skip
+    obs, actions, logprobs, advantages, returns, values = (x.numpy() for x in seen.batches[0])
+    ours = dict(observations=obs, actions=actions, log_probs=logprobs, values=values, advantages=advantages, returns=returns)
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, first[key], atol=1e-5, rtol=1e-5, err_msg=key)
+    rewards, _, next_values, goes_on = (np.array(x).reshape(num_envs, steps + 1)[:, :-1] for x in seen.gae[0][:4])  # without the open rows
+    ended = ~goes_on
+    ended[:, -1] = False  # its next row is open: SB3 keeps that value apart
+    np.testing.assert_allclose((rewards + ended * 0.97 * next_values).ravel(), first["rewards"], atol=1e-5, err_msg="rewards")
+    assert (ended & (next_values == 0)).sum() > 1 and (ended & (next_values != 0)).sum() > 1, "episodes ended in both ways"
+    final = seen.agent.state_dict()
+    for key, value in theirs().items():
+        np.testing.assert_allclose(final[key].numpy(), value.numpy(), atol=1e-4, err_msg=key)
+        assert not np.allclose(value.numpy(), initial[key].numpy(), atol=1e-3), "they learned"
+
+
+# The advantage
+
+
+def test_advantage_of_a_geometric_series():
+    """Reward 1 for ever, value 0, an episode of n steps that ends: the sum of (gamma lambda)^k."""
+    n, gamma, lam = 12, 0.9, 0.8
+    advantages = ppo.gae([1.0] * n, [0.0] * n, [0.0] * n, [True] * (n - 1) + [False], gamma, lam)
+    expected = [(1 - (gamma * lam) ** (n - i)) / (1 - gamma * lam) for i in range(n)]
+    np.testing.assert_allclose(advantages, expected)
+
+
+def test_advantage_is_zero_where_values_are_true():
+    gamma, n = 0.9, 20
+    true = 1 / (1 - gamma)
+    advantages = ppo.gae([1.0] * n, [true] * n, [true] * n, [True] * (n - 1) + [False], gamma, 0.95)
+    np.testing.assert_allclose(advantages, 0, atol=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
+def test_rows_agent_by_agent(events):
+    """Agents are asked and answered in any order: an agent's k-th answer closes its k-th row, and its rows stand together, in time."""
+    asked, closing, waiting = [], [], set()
+    for a, b in events:
+        if a not in waiting:
+            asked.append(a)
+            waiting.add(a)
+        if b in waiting:
+            closing.append(b)
+            waiting.discard(b)
+    order, closed, closing_order = ppo.agent_by_agent(np.array(asked, int), np.array(closing, int), 4)
+    expected = [(k, [i for i, who in enumerate(asked) if who == k]) for k in range(4)]
+    assert order.tolist() == [row for _, rows in expected for row in rows]
+    assert closed.tolist() == [rank < closing.count(k) for k, rows in expected for rank in range(len(rows))]
+    assert closing_order.tolist() == [i for k in range(4) for i, who in enumerate(closing) if who == k] and closed.sum() == len(closing)
+
+
+def test_truncation_is_not_termination(spy):
+    """Reward 1 at every step and a time limit after each: the value is 1 / (1 - gamma) = 5. Were it a death, it would be 1."""
+    seen = spy(
+        env_id="parity_env:OneStep-v0", gamma=0.8, num_steps=64, num_minibatches=1, update_epochs=20, total_timesteps=64 * 60, learning_rate=3e-3,
+        norm_obs=False, norm_reward=False, anneal_lr=False, max_grad_norm=1e9,
+    )  # fmt: skip
+    assert seen.agent.critic(torch.ones(1, 1)).item() == pytest.approx(5, abs=0.3)
+
+
+def test_rows_of_mixed_periods_are_those_of_each_agent(spy, monkeypatch):
+    """Advantages of a scene whose agents decide, end, vanish and come back at their own pace, against each agent's own trajectory."""
+    make_envs, record = ppo.make_envs, []
+
+    def recorded(args):
+        envs, how = make_envs(args)
+        step = envs.step
+
+        def stepped(actions):
+            out = step(actions)
+            record.append((actions.copy(), out))
+            return out
+
+        reset = envs.reset
+        envs.reset = lambda **kwargs: record.append(reset(**kwargs)) or record[-1]
+        envs.step = stepped
+        return envs, how
+
+    monkeypatch.setattr(ppo, "make_envs", recorded)
+    seen = spy(env_id="Mixed", max_agents=12, num_steps=32, num_minibatches=4, total_timesteps=384, norm_obs=False, norm_reward=False, gamma=0.9, learning_rate=1e-12)
+    value = lambda obs: seen.agent.critic(torch.as_tensor(obs[None])).item()  # noqa: E731
+    (obs, infos), trajectories = record[0], []
+    running = {slot: [] for slot in range(12)}
+    ready, pending = infos["ready"], {}
+    for _, (after, reward, terminated, truncated, infos) in record[1:]:
+        pending |= {slot: obs[slot] for slot in np.flatnonzero(ready)}
+        for slot in range(12):
+            ended = terminated[slot] or truncated[slot]
+            if slot in pending and (ended or infos["ready"][slot]):
+                following = 0.0 if terminated[slot] else value(infos["final_obs"][slot] if truncated[slot] else after[slot])
+                running[slot].append((pending.pop(slot), reward[slot], following))
+                if ended:
+                    trajectories.append(running[slot])
+                    running[slot] = []
+        obs, ready = after, infos["ready"]
+    expected = {}
+    for trajectory in [*trajectories, *running.values()]:
+        advantage = 0.0
+        for seen_obs, reward, following in reversed(trajectory):
+            advantage = reward + 0.9 * following - value(seen_obs) + 0.9 * 0.95 * advantage
+            expected[seen_obs.tobytes()] = advantage
+    b_obs, _, _, b_advantages, *_ = seen.batches[0]
+    assert len(b_obs) == 384 and len({o.numpy().tobytes() for o in b_obs}) == 384
+    for row, advantage in zip(b_obs.numpy(), b_advantages.tolist(), strict=True):
+        assert advantage == pytest.approx(expected[row.tobytes()], abs=1e-4)
+
+
+# The update
+
+
+def test_policy_acts_as_the_network_does():
+    """The policy that acts is written out in numpy; what learns is torch's."""
+    args = ppo.Args(**SMALL)
+    agent = ppo.Agent(5, 3, args)
+    agent.obs_rms.update(3 * torch.randn(100, 5) + 1)
+    torch.nn.init.normal_(agent.actor_mean[-1].weight)
+    torch.nn.init.normal_(agent.actor_logstd)
+    obs = 10 * torch.randn(64, 5)
+    torch.manual_seed(0)
+    actions = agent.policy()(obs.numpy())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = agent.actor_mean(agent.normalize(obs)) + agent.actor_logstd.exp() * torch.randn(64, 3)
+    np.testing.assert_allclose(actions, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("env_id", ["parity_env:Parity-v0", "Mixed"])
+def test_first_ratio_of_every_update_is_one(spy, env_id):
+    seen = spy(env_id=env_id, max_agents=12 if env_id == "Mixed" else None, total_timesteps=64 * 12 * 3)
+    assert len(seen.ratios) >= 3
+    np.testing.assert_allclose(seen.ratios, 1, atol=1e-6)
+
+
+def test_target_kl_stops_before_the_step(spy):
+    """The first step finds a KL of 0 and is taken; the second one finds the first one's, and is not."""
+    stopped = spy(target_kl=1e-9, total_timesteps=64, update_epochs=5).agent.state_dict()
+    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
+    assert torch.load(path, weights_only=True)["optimizer"][2] == 1
+    assert torch.isfinite(stopped["actor_logstd"]).all()
+
+
+def test_two_runs_with_one_seed_are_equal(spy):
+    first = {k: v.clone() for k, v in spy(total_timesteps=256).agent.state_dict().items()}
+    second = spy(total_timesteps=256).agent.state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    other = spy(total_timesteps=256, seed=2).agent.state_dict()
+    assert not torch.equal(first["actor_mean.0.weight"], other["actor_mean.0.weight"])
+
+
+def test_nested_observations_are_flattened(spy):
+    plain = spy(total_timesteps=128).agent.state_dict()["obs_rms.mean"].clone()
+    nested = spy(env_id="parity_env:Nested-v0", total_timesteps=128).agent.state_dict()["obs_rms.mean"]
+    assert torch.equal(plain, nested)
+
+
+def test_statistics_are_saved_with_the_agent(spy):
+    seen = spy(total_timesteps=256)
+    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
+    state = torch.load(path, weights_only=True)
+    assert torch.equal(state["agent"]["obs_rms.mean"], seen.agent.obs_rms.mean) and state["agent"]["obs_rms.count"] > 250
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(spy):
+    with pytest.raises(FloatingPointError, match="iteration 1: a loss or gradient is not a number"):
+        spy(env_id="parity_env:BadReward-v0", total_timesteps=128)
+    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
+    assert all(torch.isfinite(v).all() for v in torch.load(path, weights_only=True)["agent"].values())
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("--env-id CartPole-v1", "ppo_pixel.py takes discrete"),
+        ("--env-id HalfCheeta-v5", "did you mean HalfCheetah-v5"),
+        ("--env-id parity_env:Parity-v0 --num-minibatches 31", "--num-minibatches 31 does not divide the batch of 1 x 2048 = 2048"),
+        ("--env-id parity_env:Parity-v0 --total-timesteps 100", "less than one batch"),
+        ("--env-id parity_env:Parity-v0 --gamma 1.5", "--gamma 1.5: must be between 0 and 1"),
+        ("--env-id parity_env:Parity-v0 --num-envs -1", "--num-envs -1: must be above 0"),
+        ("--env-id parity_env:Parity-v0 --device cuda:7", "--device cuda:7: not on this machine"),
+        ("--env-id Crawler --num-envs 4", "more come with --num-players"),
+        ("--unity-path ./nowhere", "no player there"),
+    ],
+)
+def test_bad_input_is_one_line(line, match, tmp_path):
+    command = [sys.executable, str(ROOT / "ppo_continuous_multiagent.py"), *line.split()]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(ROOT / "tests")}, timeout=60)
+    assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
+    assert not (tmp_path / "runs").exists(), "before any work starts"
+
+
+def test_presets_yield_to_the_command_line(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ppo, "train", seen.append)
+    monkeypatch.setattr(sys, "argv", ["ppo", "--env-id", "Crawler", "--gamma", "0.9"])
+    ppo.main()
+    assert (seen[0].gamma, seen[0].hidden_sizes, seen[0].total_timesteps) == (0.9, (512, 512, 512), 10_000_000)
+
+
+def test_importing_starts_nothing():
+    assert gym.spec("HalfCheetah-v5") and callable(ppo.main)
