@@ -301,12 +301,15 @@ class Player:
         try:
             message = self.wire.receive(self.timeout)
         except TimeoutError:
-            raise self.error(f"has not answered for {self.timeout:g} s: does an agent still request decisions?") from None
+            raise self.silent() from None
         except (OSError, DecodeError) as error:
             raise self.error(f"is gone: {error}") from None
         if message.header.status != 200:
             raise self.error("has quit")
         return message
+
+    def silent(self):
+        return self.error(f"has not answered for {self.timeout:g} s: does an agent still request decisions?")
 
     def error(self, what):
         """If the process has ended, that is the reason, and its last words say more."""

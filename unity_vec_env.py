@@ -186,8 +186,10 @@ class UnityVecEnv(VectorEnv):
                 self._send(player, *actions, reset=reset)
             waiting, deadline = {player.wire.sock: player for player in self.players}, time.monotonic() + self.timeout
             while waiting:
-                arrived = waiting if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
-                for sock in list(arrived or waiting):  # none arrived: taking from the first one tells the user
+                arrived = list(waiting) if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
+                if not arrived:
+                    raise next(iter(waiting.values())).silent()
+                for sock in arrived:
                     player = waiting[sock]
                     if self._take(player, self._receive(player)):
                         del waiting[sock]

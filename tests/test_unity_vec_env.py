@@ -177,7 +177,13 @@ def test_seed_reaches_the_player(scripted):
         envs.reset(seed=5)
 
 
-def test_time_scale_and_parameters_reach_the_player():
+def test_time_scale_reaches_the_player(scripted):
+    _, player = scripted([asks(0)])
+    engine = uuid.UUID("e951342c-4f7e-11ea-b238-784f4387d1f7").bytes_le
+    assert engine + struct.pack("<iif", 8, 2, 20.0) in player.first.side_channel
+
+
+def test_parameters_and_arguments_reach_the_player():
     with closing(UnityVecEnv("3DBall", parameters={"scale": 2.0}, player_args=["--agents", "1"])) as envs:
         falls = []
         obs, _ = envs.reset()
@@ -334,10 +340,12 @@ def test_dead_player_is_noticed_at_once():
     assert time.monotonic() - start < 0.2
 
 
-def test_hung_player_times_out():
-    envs = UnityVecEnv("Mixed", max_agents=16)
+@pytest.mark.parametrize("num_players", [1, 2])
+def test_hung_player_times_out(num_players):
+    envs = UnityVecEnv("Mixed", max_agents=16, num_players=num_players)
     envs.reset()
-    envs.players[0].timeout, process = 0.5, envs.players[0].process
+    envs.timeout = envs.players[-1].timeout = 0.5
+    process = envs.players[-1].process
     process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(UnityPlayerError, match="has not answered for 0.5 s"):
