@@ -120,10 +120,10 @@ class Args:
     """log std of the actions at the start"""
 
 
-# ML-Agents' official settings for its scenes; whatever the command line says wins.
+# ML-Agents' official settings for its scenes; whatever the command line says wins. 3DBall's buffer is half the official one: it learns in half the decisions.
 PRESETS = {
     "3DBall": dict(
-        total_timesteps=500_000, num_steps=1024, num_minibatches=192, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128)
+        total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128)
     ),
     "Crawler": dict(
         total_timesteps=10_000_000, num_steps=2048, num_minibatches=10, update_epochs=3, gamma=0.995, ent_coef=5e-3, hidden_sizes=(512, 512, 512)
