@@ -31,6 +31,7 @@ import importlib
 import json
 import math
 import random
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -274,11 +275,18 @@ class Agent(nn.Module):
         shift, scale, std = self.obs_rms.shift.numpy(), self.obs_rms.scale.numpy(), std.numpy()
 
         def act(obs):
-            x = np.minimum(np.maximum((obs - shift) * scale, -10.0), 10.0) if self.norm_obs else obs
+            x = obs
+            if self.norm_obs:
+                x = (obs - shift) * scale
+                np.maximum(np.minimum(x, 10.0, out=x), -10.0, out=x)
             for weight, bias in layers[:-1]:
-                x = np.tanh(x @ weight + bias)
-            mean = x @ layers[-1][0] + layers[-1][1]
-            return mean + std * torch.randn(mean.shape).numpy()
+                x = x @ weight
+                x += bias
+                np.tanh(x, out=x)
+            x = x @ layers[-1][0]
+            x += layers[-1][1]
+            x += std * torch.randn(x.shape).numpy()
+            return x
 
         return act
 
@@ -395,6 +403,8 @@ def check(args):
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative")
     if args.num_envs > 1 and (args.unity_path or args.env_id in SCENES):
         raise ValueError(f"--num-envs {args.num_envs}: a Unity scene has as many envs as it has agents; more come with --num-players")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
+        raise ValueError("--compile needs a C++ compiler, on Debian and Ubuntu: apt-get install g++")
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available.get(args.device.split(":")[0], False):
         raise ValueError(f"--device {args.device}: not on this machine, which has {', '.join(k for k, v in available.items() if v)}")
@@ -484,7 +494,7 @@ def run(args, envs, how):
             obs.append(np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim))
             actions.append(act(obs[-1]))
             env_actions[who] = np.minimum(np.maximum(actions[-1], low), high)
-            opened |= ready
+            opened[who] = True
             now = time.perf_counter()
             seconds["act"] += now - start
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(n, *envs.single_action_space.shape))
@@ -492,7 +502,7 @@ def run(args, envs, how):
             seconds["env"] += start - now
 
             done, ready = terminated | truncated, infos.get("ready", ready)
-            closes = np.flatnonzero(opened & (done | ready))
+            closes = everybody if opened.all() and ready.all() else np.flatnonzero(opened & (done | ready))
             opened[closes] = False
             if done.any():
                 for k in np.flatnonzero(truncated[closes] & ~terminated[closes]):  # CleanRL differs (5)

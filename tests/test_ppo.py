@@ -309,6 +309,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(spy):
         ("--env-id parity_env:Parity-v0 --num-envs -1", "--num-envs -1: must be above 0"),
         ("--env-id parity_env:Parity-v0 --device cuda:7", "--device cuda:7: not on this machine"),
         ("--env-id Crawler --num-envs 4", "more come with --num-players"),
+        ("--env-id parity_env:Parity-v0 --compile", "--compile needs a C++ compiler"),
         ("--unity-path ./nowhere", "no player there"),
     ],
 )
