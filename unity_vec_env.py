@@ -38,7 +38,7 @@ from mlagents_envs.side_channel.environment_parameters_channel import Environmen
 from mlagents_envs.side_channel.side_channel_manager import SideChannelManager
 from mlagents_envs.side_channel.stats_side_channel import StatsAggregationMethod, StatsSideChannel
 
-PATIENCE = 20  # messages to wait for an agent: the longest decision period in Unity's inspector
+PATIENCE = 200  # messages to wait for an agent: ten times the longest decision period in Unity's inspector; agents may ask when they like
 RESET = 1
 PNG = b"\x89PNG\r\n\x1a\n"
 

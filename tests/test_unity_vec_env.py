@@ -260,7 +260,13 @@ def test_busy_port():
 
 def test_unknown_behavior_lists_those_there_are(scripted):
     with pytest.raises(UnityPlayerError, match="no agent of behavior Nobody .*it has Scripted"):
-        scripted([asks(0)] * 30, behavior="Nobody")
+        scripted([asks(0)] * 300, behavior="Nobody")
+
+
+def test_wanted_behavior_may_come_late(scripted):
+    other = {"Other?team=1": [agent(1, [[0.0]])]}
+    envs, player = scripted([other] * 50 + [asks(0)], behavior="Scripted", specs={NAME: (2, ()), "Other?team=1": (1, ())})
+    assert envs.reset()[1]["ready"].tolist() == [True] and len(player.replies) == 50
 
 
 def test_several_behaviors_and_none_chosen(scripted):
@@ -271,7 +277,7 @@ def test_several_behaviors_and_none_chosen(scripted):
 
 def test_no_agents_at_all(scripted):
     with pytest.raises(UnityPlayerError, match="it has no agents at all"):
-        scripted([{}] * 30)
+        scripted([{}] * 300)
     refuses("exit code 2: .*--agents must be at least 1", "Mixed", player_args=["--agents", "0"])
     refuses("--max-agents 0", "Mixed", max_agents=0)
     refuses("--num-players 0", "Mixed", num_players=0)
