@@ -173,8 +173,9 @@ class Crawler:
         mujoco.mj_step1(self.model, data)
         if self.distance.min() < 4:
             self.touch_target(np.flatnonzero(self.distance < 4))
-        fell = np.flatnonzero((self.touching & ENDS).any(1))
-        if len(fell):
+        fatal = self.touching & ENDS
+        if fatal.any():
+            fell = np.flatnonzero(fatal.any(1))
             self.academy.reward[fell] = -1
             self.academy.end(fell)
 
@@ -199,7 +200,7 @@ class Crawler:
         vectors = vectors @ turn
         # A quaternion's sign matters to a policy: half of the cube's yaw is in (-60, 120] degrees, as Quaternion.LookRotation gives it.
         yaw = np.arctan2(s, c)
-        yaw = np.where(yaw < np.radians(-120), yaw + 2 * np.pi, yaw) / 2
+        yaw = np.where(yaw < -2 / 3 * np.pi, yaw + 2 * np.pi, yaw) / 2
         frames = np.zeros((k, 6, 4))
         frames[:, 0, 0], frames[:, 0, 3], frames[:, 1], frames[:, 2:] = np.cos(yaw), -np.sin(yaw), quat[:, 0], quat[:, 1::2]
         local = (frames @ LOCAL).reshape(k, 6, 4, 4)
@@ -209,10 +210,12 @@ class Crawler:
         body[:, 63:90], body[:, 90:94] = vectors[:, 9:18].reshape(k, 27), pose[:, 0, 3:]
         body[:, 94:] = (quat[:, 1:, None] @ local[:, PARENT]).reshape(k, 32)
         average, want = vectors[:, 18], vectors[:, 19]
-        vector[:, 0], vector[:, 1:4], vector[:, 4:7], vector[:, 11:14] = np.linalg.norm(want - average, axis=1), average, want, vectors[:, 20]
+        off = want - average
+        vector[:, 0], vector[:, 1:4], vector[:, 4:7], vector[:, 11:14] = np.sqrt(np.vecdot(off, off)), average, want, vectors[:, 20]
         x, y, z = facing.T
-        rotation = np.stack([z * c, y * s - x * c, -z * s, 1 + x * s + y * c], 1)  # Quaternion.FromToRotation
-        vector[:, 7:11] = rotation / np.maximum(np.linalg.norm(rotation, axis=1), 1e-9)[:, None]
+        rotation = vector[:, 7:11]  # Quaternion.FromToRotation
+        rotation[:, 0], rotation[:, 1], rotation[:, 2], rotation[:, 3] = z * c, y * s - x * c, -z * s, 1 + x * s + y * c
+        rotation /= np.maximum(np.sqrt(np.vecdot(rotation, rotation)), 1e-9)[:, None]
         vector[:, 14] = np.minimum(self.height[who, 0] / 10, 1)
         vector[:, 15], vector[:, 16::2], vector[:, 17::2] = self.touching[who, 0], self.touching[who, 1:], self.strength[who]
         return [body, vector]
