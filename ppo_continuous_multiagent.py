@@ -25,6 +25,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
 
+import argparse
 import dataclasses
 import difflib
 import importlib
@@ -597,9 +598,10 @@ def run(args, envs, how):
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__)
-    if args.env_id in PRESETS:
-        args = tyro.cli(Args, description=__doc__, default=Args(**PRESETS[args.env_id]))
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # the preset first, so that --help shows what would be used
+    peek.add_argument("--env-id", "--env_id", default=Args.env_id)
+    env_id = peek.parse_known_args()[0].env_id
+    args = tyro.cli(Args, description=__doc__, default=Args(env_id=env_id, **PRESETS.get(env_id, {})))
     try:
         train(args)
     except (ValueError, UnityPlayerError, FloatingPointError) as error:

@@ -328,5 +328,12 @@ def test_presets_yield_to_the_command_line(monkeypatch):
     assert (seen[0].gamma, seen[0].hidden_sizes, seen[0].total_timesteps) == (0.9, (512, 512, 512), 10_000_000)
 
 
+def test_help_shows_the_presets(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo", "--env-id", "Crawler", "--help"])
+    with pytest.raises(SystemExit):
+        ppo.main()
+    assert "10000000" in capsys.readouterr().out
+
+
 def test_importing_starts_nothing():
     assert gym.spec("HalfCheetah-v5") and callable(ppo.main)
