@@ -27,8 +27,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are fo
 
 import argparse
 import dataclasses
-import difflib
-import importlib
 import json
 import math
 import random
@@ -37,6 +35,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -46,7 +45,8 @@ import tyro
 from torch.func import functional_call
 
 from envs import SCENES
-from unity_vec_env import UnityPlayerError, UnityVecEnv
+from envs.vector import make_vec_env
+from unity_vec_env import UnityPlayerError
 
 
 @dataclass
@@ -118,92 +118,30 @@ class Args:
     """scale rewards by the running std of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """widths of the layers of policy and value network"""
+    activation: Literal["tanh", "silu"] = "tanh"
+    """between the layers; silu is what ML-Agents' networks have, there called swish"""
     logstd_init: float = 0.0
     """log std of the actions at the start"""
 
 
-# ML-Agents' official settings for its scenes; whatever the command line says wins. 3DBall's buffer is half the official one: it learns in half the decisions.
+# ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their action: a std of a third is theirs of 1.
+# 3DBall's buffer is half the official one: it learns in half the decisions. Crawler's is filled by two players at once.
 PRESETS = {
     "3DBall": dict(
         total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128)
     ),
     "Crawler": dict(
-        total_timesteps=10_000_000, num_steps=2048, num_minibatches=10, update_epochs=3, gamma=0.995, ent_coef=5e-3, hidden_sizes=(512, 512, 512)
+        total_timesteps=10_000_000, num_players=2, num_steps=1024, num_minibatches=10, update_epochs=3, gamma=0.995, ent_coef=5e-3,
+        hidden_sizes=(512, 512, 512), activation="silu", logstd_init=-1.1,
     ),
-}
-
-
-class SyncEnvs:
-    """gymnasium envs, one after another. Around a small env gymnasium's own SyncVectorEnv takes as long as the env itself."""
-
-    def __init__(self, make, num_envs):
-        self.envs, self.num_envs = [make() for _ in range(num_envs)], num_envs
-        self.single_observation_space, self.single_action_space = self.envs[0].observation_space, self.envs[0].action_space
-
-    def reset(self, seed):
-        return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
-
-    def step(self, actions):
-        n, infos = self.num_envs, {"final_obs": {}}
-        obs, rewards = np.empty((n, *self.single_observation_space.shape), np.float32), np.empty(n)
-        terminated, truncated = np.empty(n, bool), np.empty(n, bool)
-        for i, env in enumerate(self.envs):
-            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                infos["final_obs"][i] = obs[i].copy()
-                obs[i], _ = env.reset()
-        return obs, rewards, terminated, truncated, infos
-
-    def close(self):
-        for env in self.envs:
-            env.close()
-
-
-class EnvPoolEnvs:
-    """EnvPool's C++ envs. After an end they take one step to reset: that row is not ready, and its observation is the final one."""
-
-    def __init__(self, env_id, num_envs, seed):
-        import envpool
-
-        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=min(num_envs, os.cpu_count()), seed=seed)
-        self.num_envs, self.single_observation_space, self.single_action_space = num_envs, self.pool.observation_space, self.pool.action_space
-
-    def reset(self, seed):
-        return self.pool.reset()[0], {}
-
-    def step(self, actions):
-        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
-        return obs, rewards, terminated, truncated, {"ready": ~(terminated | truncated), "final_obs": obs}
-
-    def close(self):
-        self.pool.close()
+}  # fmt: skip
 
 
 def make_envs(args):
-    """The envs, and how they are stepped, in words."""
-    if args.unity_path or args.env_id in SCENES:
-        envs = UnityVecEnv(
-            args.unity_path or args.env_id, behavior=args.behavior, num_players=args.num_players, max_agents=args.max_agents, seed=args.seed,
-            base_port=args.base_port, time_scale=args.time_scale, player_args=args.player_args,
-        )  # fmt: skip
-        return envs, f"{args.num_players} Unity player(s), {envs.num_envs} agents"
-    module, _, name = args.env_id.rpartition(":")
-    try:
-        importlib.import_module(module or "gymnasium")
-        entry_point = gym.spec(name).entry_point
-    except ImportError as error:
-        raise ValueError(f"--env-id {args.env_id}: {error}") from None
-    except gym.error.Error as error:
-        near = difflib.get_close_matches(name, [*gym.registry, *SCENES], 3)
-        raise ValueError(f"--env-id {args.env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))) from None
-    if args.num_envs > 1 and str(entry_point).startswith("gymnasium.envs.mujoco"):
-        return EnvPoolEnvs(name, args.num_envs, args.seed), f"EnvPool, {args.num_envs} envs"
-
-    def thunk():
-        env = gym.make(name, disable_env_checker=True)
-        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
-
-    return SyncEnvs(thunk, args.num_envs), f"{args.num_envs} gymnasium env(s), one after another"
+    return make_vec_env(
+        args.env_id, args.num_envs, args.seed, args.unity_path, behavior=args.behavior, num_players=args.num_players,
+        max_agents=args.max_agents, base_port=args.base_port, time_scale=args.time_scale, player_args=args.player_args,
+    )  # fmt: skip
 
 
 class Normalizer(nn.Module):
@@ -234,10 +172,10 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
     return layer
 
 
-def mlp(sizes, out, std):
+def mlp(sizes, activation, out, std):
     layers = []
     for a, b in zip(sizes, sizes[1:], strict=False):
-        layers += [layer_init(nn.Linear(a, b)), nn.Tanh()]
+        layers += [layer_init(nn.Linear(a, b)), {"tanh": nn.Tanh, "silu": nn.SiLU}[activation]()]
     return nn.Sequential(*layers, layer_init(nn.Linear(sizes[-1], out), std))
 
 
@@ -248,9 +186,9 @@ class Agent(nn.Module):
         super().__init__()
         sizes = (obs_dim, *args.hidden_sizes)
         self.actor_logstd = nn.Parameter(torch.full((action_dim,), args.logstd_init))
-        self.actor_mean = mlp(sizes, action_dim, std=0.01)
-        self.critic = mlp(sizes, 1, std=1.0)
-        self.norm_obs = args.norm_obs
+        self.actor_mean = mlp(sizes, args.activation, action_dim, std=0.01)
+        self.critic = mlp(sizes, args.activation, 1, std=1.0)
+        self.norm_obs, self.activation = args.norm_obs, args.activation
         self.obs_rms = Normalizer(obs_dim)
 
     def normalize(self, obs):
@@ -283,7 +221,10 @@ class Agent(nn.Module):
             for weight, bias in layers[:-1]:
                 x = x @ weight
                 x += bias
-                np.tanh(x, out=x)
+                if self.activation == "tanh":
+                    np.tanh(x, out=x)
+                else:
+                    x /= 1 + np.exp(-x)
             x = x @ layers[-1][0]
             x += layers[-1][1]
             x += std * torch.randn(x.shape).numpy()
@@ -359,7 +300,7 @@ def make_update(agent, args):
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
-        return torch.compile(update, fullgraph=True, dynamic=False)
+        return torch.compile(update, fullgraph=True, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe})  # same shapes for ever
     return update
 
 
@@ -427,7 +368,6 @@ def run(args, envs, how):
         raise ValueError(f"{args.env_id} has observations {envs.single_observation_space}: this script takes vectors; ppo_pixel.py takes images")
     n, batch_size = envs.num_envs, envs.num_envs * args.num_steps
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
     if batch_size % args.num_minibatches:
         raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {n} x {args.num_steps} = {batch_size} decisions")
     if args.total_timesteps < batch_size:
@@ -475,13 +415,22 @@ def run(args, envs, how):
         print(f"Compiled the update in {time.time() - start:.1f} s", flush=True)
 
     everybody = np.arange(n)
+
+    def asking(infos):
+        ready = infos.get("ready")  # gymnasium's envs have no such key: all are ready
+        return everybody if ready is None or ready.all() else np.flatnonzero(ready)
+
+    def pick(x, who):
+        return x if who is everybody else x[who]
+
     opened = np.zeros(n, bool)  # has its action and waits for what comes of it
     open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the iteration before: who, obs, action
     discounted, episode_return, episode_length = [0.0] * n, [0.0] * n, [0] * n
-    env_actions = np.zeros((n, action_dim), envs.single_action_space.dtype)
+    env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
+    flat_actions, low, high = (x.reshape(-1, action_dim) for x in (env_actions, envs.single_action_space.low, envs.single_action_space.high))
     progress, seconds, global_step, recent = Progress(num_iterations * batch_size), {"env": 0.0, "act": 0.0, "learn": 0.0}, 0, []
     next_obs, infos = envs.reset(seed=args.seed)
-    ready = infos.get("ready", np.ones(n, bool))
+    who = asking(infos)
     start = time.perf_counter()
     for iteration in range(1, num_iterations + 1):
         lr = args.learning_rate * (1 - (iteration - 1) / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
@@ -490,35 +439,38 @@ def run(args, envs, how):
         slots, obs, actions = ([rows] for rows in open_rows)
         closing, rewards, terminations, truncations, finals, num_closed = [], [], [], [], {}, 0
         while num_closed < batch_size:
-            who = everybody if ready.all() else np.flatnonzero(ready)
             slots.append(who)
-            obs.append(np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim))
+            obs.append(np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
             actions.append(act(obs[-1]))
-            env_actions[who] = np.minimum(np.maximum(actions[-1], low), high)
-            opened[who] = True
+            flat_actions[who] = np.minimum(np.maximum(actions[-1], low), high)
             now = time.perf_counter()
             seconds["act"] += now - start
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(n, *envs.single_action_space.shape))
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             start = time.perf_counter()
             seconds["env"] += start - now
 
-            done, ready = terminated | truncated, infos.get("ready", ready)
-            closes = everybody if opened.all() and ready.all() else np.flatnonzero(opened & (done | ready))
-            opened[closes] = False
-            if done.any():
-                for k in np.flatnonzero(truncated[closes] & ~terminated[closes]):  # CleanRL differs (5)
+            acted, who = who, asking(infos)
+            if acted is everybody and who is everybody:
+                closes = everybody
+            else:  # closed by the agent's next decision or by its end
+                opened[acted] = True
+                answered = terminated | truncated
+                answered[who] = True
+                closes = np.flatnonzero(opened & answered)
+                opened[closes] = False
+            if "final_obs" in infos:
+                for k in np.flatnonzero((truncated & ~terminated)[closes]):  # CleanRL differs (5)
                     finals[num_closed + k] = infos["final_obs"][closes[k]]
             closing.append(closes)
-            rewards.append(reward[closes])
-            terminations.append(terminated[closes])
-            truncations.append(truncated[closes])
+            rewards.append(pick(reward, closes))
+            terminations.append(pick(terminated, closes))
+            truncations.append(pick(truncated, closes))
             num_closed += len(closes)
             progress.show(global_step + num_closed, recent, seconds)
         global_step += num_closed
 
         # Rows agent by agent: CleanRL differs (6). Last of each agent stands its open row, whose value is the bootstrap.
         acted = sum(map(len, slots))
-        who = np.flatnonzero(ready)
         slots, obs = np.concatenate([*slots, who]), np.concatenate([*obs, np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim)])
         actions = np.concatenate([*actions, np.zeros((len(who), action_dim), np.float32)])
         closing = np.concatenate(closing)

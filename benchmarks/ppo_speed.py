@@ -34,9 +34,9 @@ print(steps / (time.time() - start))
 BARE = """
 import sys, time
 import numpy as np
-import ppo_continuous_multiagent as ppo
+from envs.vector import make_vec_env
 n, steps = int(sys.argv[1]), int(sys.argv[2])
-envs, _ = ppo.make_envs(ppo.Args(env_id="HalfCheetah-v5", num_envs=n))
+envs, _ = make_vec_env("HalfCheetah-v5", n, seed=1)
 envs.reset(seed=1)
 actions = np.random.default_rng(0).uniform(-1, 1, (100, n, *envs.single_action_space.shape)).astype(envs.single_action_space.dtype)
 start = time.time()

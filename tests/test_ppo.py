@@ -236,9 +236,10 @@ def test_rows_of_mixed_periods_are_those_of_each_agent(spy, monkeypatch):
 # The update
 
 
-def test_policy_acts_as_the_network_does():
+@pytest.mark.parametrize("activation", ["tanh", "silu"])
+def test_policy_acts_as_the_network_does(activation):
     """The policy that acts is written out in numpy; what learns is torch's."""
-    args = ppo.Args(**SMALL)
+    args = ppo.Args(**SMALL, activation=activation)
     agent = ppo.Agent(5, 3, args)
     agent.obs_rms.update(3 * torch.randn(100, 5) + 1)
     torch.nn.init.normal_(agent.actor_mean[-1].weight)

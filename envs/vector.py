@@ -1,0 +1,98 @@
+"""Any env of the scripts' --env-id as a vector env: a bundled scene, a Unity build, or a gymnasium id.
+
+    envs, how = make_vec_env("HalfCheetah-v5", num_envs=8, seed=1)
+
+They all have num_envs, single_observation_space, single_action_space, reset, step and close, start again by themselves, and give
+infos["final_obs"] by slot. infos["ready"], where there is one, says which slots ask for an action: see unity_vec_env.py.
+"""
+
+import difflib
+import importlib
+import os
+
+import gymnasium as gym
+import numpy as np
+
+from envs import SCENES
+from unity_vec_env import UnityVecEnv
+
+
+def make_vec_env(env_id, num_envs, seed, unity_path=None, **unity):
+    """The envs, and how they are stepped, in words. `unity` are UnityVecEnv's arguments."""
+    if unity_path or env_id in SCENES:
+        envs = UnityVecEnv(unity_path or env_id, seed=seed, **unity)
+        return envs, f"{len(envs.players)} Unity player(s), {envs.num_envs} agents"
+    if is_envpools(env_id) and num_envs > 1:
+        return EnvPoolEnvs(env_id, num_envs, seed), f"EnvPool, {num_envs} envs"
+    return SyncEnvs([make_env(env_id) for _ in range(num_envs)]), f"{num_envs} gymnasium env(s), one after another"
+
+
+def find(env_id):
+    """gymnasium's entry for an id or a module:id; near ones are suggested."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        importlib.import_module(module or "gymnasium")
+        return gym.spec(name)
+    except ImportError as error:
+        raise ValueError(f"--env-id {env_id}: {error}") from None
+    except gym.error.Error as error:
+        near = difflib.get_close_matches(name, [*gym.registry, *SCENES], 3)
+        raise ValueError(f"--env-id {env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))) from None
+
+
+def is_envpools(env_id):
+    return str(find(env_id).entry_point).startswith("gymnasium.envs.mujoco")
+
+
+def make_env(env_id, **kwargs):
+    """One gymnasium env; Dict and nested vector observations are flattened."""
+    env = gym.make(find(env_id), disable_env_checker=True, **kwargs)
+    return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+
+
+class SyncEnvs:
+    """gymnasium envs, one after another. Around a small env gymnasium's own SyncVectorEnv takes as long as the env itself."""
+
+    def __init__(self, envs):
+        self.envs, self.num_envs = envs, len(envs)
+        self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
+
+    def reset(self, seed):
+        return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
+
+    def step(self, actions):
+        n, infos = self.num_envs, {}
+        obs, rewards = np.empty((n, *self.single_observation_space.shape), np.float32), np.empty(n)
+        terminated, truncated = np.empty(n, bool), np.empty(n, bool)
+        for i, env in enumerate(self.envs):
+            observation, rewards[i], term, trunc, _ = env.step(actions[i])
+            if term or trunc:
+                infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
+                observation, _ = env.reset()
+            obs[i], terminated[i], truncated[i] = observation, term, trunc
+        return obs, rewards, terminated, truncated, infos
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+class EnvPoolEnvs:
+    """EnvPool's C++ envs. After an end they take one step to reset: that row is not ready, and its observation is the final one."""
+
+    def __init__(self, env_id, num_envs, seed):
+        import envpool
+
+        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=min(num_envs, os.cpu_count()), seed=seed)
+        self.num_envs, self.single_observation_space, self.single_action_space = num_envs, self.pool.observation_space, self.pool.action_space
+
+    def reset(self, seed):
+        return self.pool.reset()[0], {}
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
+        done = terminated | truncated
+        return obs, rewards, terminated, truncated, {"ready": ~done, "final_obs": obs} if done.any() else {}
+
+    def close(self):
+        self.pool.close()
