@@ -1,0 +1,138 @@
+"""Learning curves: run a script, or SB3 with the same settings, keep the curve as a CSV, and draw what there is.
+
+    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
+    python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME       a run that is there already
+    python benchmarks/learning.py plot
+
+Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv: decisions, mean return and length of the episodes that ended in
+an iteration. The table gives each run's mean over its last tenth.
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; ML-Agents' own figures
+    "HalfCheetah-v5": (1443, "CleanRL"),
+    "Hopper-v5": (2383, "CleanRL"),
+    "Walker2d-v5": (2288, "CleanRL"),
+    "3DBall": (100, "ML-Agents"),
+    "Crawler": (2182, "Unity's policy, here"),
+}
+
+
+def run_script(script, env_id, seed, more):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / script), "--env-id", env_id, "--seed", str(seed), *more]
+        print(" ".join(command), flush=True)
+        subprocess.run(command, cwd=folder, check=True)
+        return read_events(next(Path(folder, "runs").iterdir()))
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    returns, lengths = (events.Scalars(f"charts/episodic_{name}") for name in ("return", "length"))
+    return [(r.step, r.value, n.value) for r, n in zip(returns, lengths, strict=True)]
+
+
+def run_sb3_ppo(env_id, seed, total):
+    """SB3's PPO with the settings of ppo_continuous_multiagent.py: its own defaults, VecNormalize, and a falling learning rate."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    rows = []
+
+    class Log(BaseCallback):
+        def _on_rollout_start(self):
+            self.ended = []
+
+        def _on_step(self):
+            self.ended += [info["episode"] for info in self.locals["infos"] if "episode" in info]
+            return True
+
+        def _on_rollout_end(self):
+            if self.ended:
+                rows.append((self.num_timesteps, np.mean([e["r"] for e in self.ended]), np.mean([e["l"] for e in self.ended])))
+            if self.num_timesteps % 40960 == 0:
+                print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}" if rows else "", flush=True)
+
+    torch.set_num_threads(1)
+    envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
+    PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu").learn(total, callback=Log())
+    return rows
+
+
+def last_tenth(rows):
+    return np.mean([value for step, value, _ in rows if step > 0.9 * rows[-1][0]])
+
+
+def plot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = defaultdict(lambda: defaultdict(list))
+    for path in sorted(RESULTS.glob("*.csv")):
+        env_id, script, _ = path.stem.split(".")
+        with open(path) as file:
+            curves[env_id][script].append([tuple(map(float, row)) for row in list(csv.reader(file))[1:]])
+    for env_id, scripts in curves.items():
+        figure, axes = plt.subplots(figsize=(6, 3.5), dpi=110)
+        for color, (script, runs) in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), sorted(scripts.items()), strict=False):
+            for k, rows in enumerate(runs):
+                steps, values = np.array(rows).T[:2]
+                width = max(1, len(steps) // 100)
+                smooth = np.convolve(values, np.ones(width) / width, "valid")
+                axes.plot(steps[width - 1 :], smooth, color=color, lw=1.2, alpha=0.8, label=script if k == 0 else None)
+            ends = [last_tenth(rows) for rows in runs]
+            print(f"{env_id:16} {script:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {' '.join(f'{e:.1f}' for e in ends)}")
+        if env_id in TARGETS:
+            axes.axhline(TARGETS[env_id][0], color="gray", ls=":", lw=1, label=TARGETS[env_id][1])
+        axes.set(title=env_id, xlabel="decisions", ylabel="return of training episodes")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        figure.tight_layout()
+        figure.savefig(RESULTS / f"{env_id}.png")
+        plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, or plot")
+    parser.add_argument("--env-id")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
+    args, more = parser.parse_known_args()
+    if args.what == "plot":
+        return plot()
+    RESULTS.mkdir(exist_ok=True)
+    for seed in args.seeds:
+        if args.run:
+            rows = read_events(args.run)
+        elif args.what == "sb3-ppo":
+            rows = run_sb3_ppo(args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
+        else:
+            rows = run_script(args.what, args.env_id, seed, more)
+        with open(RESULTS / f"{args.env_id}.{args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("decisions", "return", "length"), *((step, f"{r:.6g}", f"{n:.6g}") for step, r, n in rows)])
+        print(f"{args.env_id} seed {seed}: {last_tenth(rows):.1f} over the last tenth", flush=True)
+
+
+if __name__ == "__main__":
+    main()
