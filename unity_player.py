@@ -219,6 +219,10 @@ class UnityPlayerError(RuntimeError):
     """What went wrong with a player and what to do about it, in one line."""
 
 
+class UnityPlayerGone(UnityPlayerError):
+    """The player crashed or hangs: a new one may do better."""
+
+
 def find_player(path):
     """The command that starts a player: a bundled scene by its id, or a Unity build."""
     if path in SCENES:
@@ -321,7 +325,7 @@ class Player:
             self.log.seek(max(0, self.log.tell() - 4096))
             words = [line for line in self.log.read().decode(errors="replace").split("\n") if line.strip()]
             what = f"ended with exit code {code}: {words[-1] if words else 'it said nothing'}"
-        return UnityPlayerError(f"{self.name} {what}")
+        return UnityPlayerGone(f"{self.name} {what}")
 
     def close(self):
         """Say goodbye, as a Unity player expects it, and make sure of it."""

@@ -11,6 +11,7 @@ agent that asks. A decision is closed by the agent's next decision or by its end
 is neither ready nor ended carries no transition: reward 0. Ended agents start again by themselves (SAME_STEP): `infos["final_obs"]` is
 the last observation, `infos["final_info"]["episode"]` the return "r" and the length in decisions "l". `truncated` means that Unity
 interrupted the episode (MaxStep). An ended row whose new episode has not asked yet is not ready, and its obs row is not fresh.
+A player that crashes or hangs is started anew (`max_restarts`): `infos["restarted"]` then says whose open decisions will never be closed.
 
 Vector sensors are concatenated into one Box; with images the space is a Dict of "vector" and uint8 images (height, width, channel).
 Discrete branches make a MultiDiscrete, both kinds of action a Dict of "continuous" and "discrete"; `infos["action_mask"]`, one column
@@ -30,7 +31,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from PIL import Image
 
-from unity_player import Player, UnityMessageProto, UnityPlayerError  # before mlagents_envs, whose messages it repairs
+from unity_player import Player, UnityMessageProto, UnityPlayerError, UnityPlayerGone  # before mlagents_envs, whose messages it repairs
 
 # isort: split
 from mlagents_envs.side_channel.engine_configuration_channel import EngineConfigurationChannel
@@ -48,7 +49,7 @@ class UnityVecEnv(VectorEnv):
 
     def __init__(
         self, path, *, behavior=None, num_players=1, max_agents=None, seed=0, base_port=None,
-        time_scale=20.0, parameters=None, player_args=(), no_graphics=True, timeout=60,
+        time_scale=20.0, parameters=None, player_args=(), no_graphics=True, timeout=60, max_restarts=0,
     ):  # fmt: skip
         """
         path: a bundled scene's id, a Unity build, or "editor"
@@ -60,28 +61,36 @@ class UnityVecEnv(VectorEnv):
         parameters: Unity's environment parameters, name to float
         player_args: more command line arguments for the players
         timeout: seconds to wait for a player
+        max_restarts: how often in a row a player that crashes or hangs is started anew
         """
         if num_players < 1 or (path == "editor" and num_players > 1):
             raise ValueError(f"--num-players {num_players}: there must be at least one player, and there is only one editor")
         if max_agents is not None and max_agents < 1:
             raise ValueError(f"--max-agents {max_agents}: there must be at least one slot")
         self.behavior, self.seed, self.timeout, self.fresh = behavior, seed, timeout, True
+        self.max_restarts, self.restarts = max_restarts, 0
         self.players, self.told = [], set()
         self.close_players = weakref.finalize(self, close_all, self.players)  # at the latest when Python ends
+        player_args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
+
+        def launch(worker):
+            player = Player(path, worker, base_port, timeout, player_args)
+            engine, settings, player.stats = EngineConfigurationChannel(), EnvironmentParametersChannel(), StatsSideChannel()
+            engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
+            for key, value in (parameters or {}).items():
+                settings.set_float_parameter(key, value)
+            player.channels = SideChannelManager([engine, settings, player.stats])
+            player.worker, player.failures = worker, 0  # failures in a row
+            player.specs, player.asking, player.others = {}, [], {}  # of its behaviors; who asks: our slots, others' agents
+            player.rng = np.random.default_rng(seed + worker)  # for the others
+            return player
+
+        self._launch = launch
         try:
             for worker in range(num_players):
-                args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
-                player = Player(path, worker, base_port, timeout, args)
-                self.players.append(player)
-                engine, settings, player.stats = EngineConfigurationChannel(), EnvironmentParametersChannel(), StatsSideChannel()
-                engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
-                for key, value in (parameters or {}).items():
-                    settings.set_float_parameter(key, value)
-                player.channels = SideChannelManager([engine, settings, player.stats])
-                player.specs, player.asking, player.others = {}, [], {}  # of its behaviors; who asks: our slots, others' agents
-                player.rng = np.random.default_rng(seed + worker)  # for the others
-            for worker, player in enumerate(self.players):
-                player.connect(seed + worker)
+                self.players.append(launch(worker))
+            for player in self.players:
+                player.connect(seed + player.worker)
                 self._send(player, reset=True)
             firsts = [self._first_message(player) for player in self.players]
             self.num_envs = 0
@@ -149,6 +158,8 @@ class UnityVecEnv(VectorEnv):
 
     def _infos(self):
         infos = {"ready": self._ready.copy()}
+        if self._restarted.any():
+            infos["restarted"] = self._restarted
         if self._branches:
             infos["action_mask"] = self._mask
         stats = {}
@@ -174,7 +185,7 @@ class UnityVecEnv(VectorEnv):
     def _new_step(self):
         n = self.num_envs
         self._rewards, self._terminated, self._truncated, self._final = np.zeros(n), np.zeros(n, bool), np.zeros(n, bool), {}
-        self._mask = np.ones((n, sum(self._branches)), bool)
+        self._mask, self._restarted = np.ones((n, sum(self._branches)), bool), np.zeros(n, bool)
 
     def _exchange(self, *actions, reset=False):
         """Answer every player, then take messages, from whichever has one, until each has an agent that asks."""
@@ -182,24 +193,60 @@ class UnityVecEnv(VectorEnv):
             raise UnityPlayerError("the env is closed")
         self.fresh = False
         try:
-            for player in self.players:
-                self._send(player, *actions, reset=reset)
-            waiting, deadline = {player.wire.sock: player for player in self.players}, time.monotonic() + self.timeout
+            waiting, deadline = {}, time.monotonic() + self.timeout
+            for player in list(self.players):
+                try:
+                    self._send(player, *actions, reset=reset)
+                    waiting[player.wire.sock] = player
+                except UnityPlayerGone as error:
+                    self._restart(player, error)
             while waiting:
                 arrived = list(waiting) if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
-                if not arrived:
-                    raise next(iter(waiting.values())).silent()
-                for sock in arrived:
+                for sock in arrived or list(waiting)[:1]:
                     player = waiting[sock]
-                    if self._take(player, self._receive(player)):
+                    try:
+                        if not arrived:
+                            raise player.silent()
+                        if self._take(player, self._receive(player)):
+                            del waiting[sock]
+                            player.failures = 0
+                        elif time.monotonic() > deadline:
+                            raise player.error(f"has had no agent of {self.behavior} that asks for an action for {self.timeout:g} s")
+                        else:  # Unity sends an end on its own when an agent dies between decisions: nobody asks for an action then
+                            self._send(player)
+                    except UnityPlayerGone as error:
                         del waiting[sock]
-                    elif time.monotonic() > deadline:
-                        raise player.error(f"has had no agent of {self.behavior} that asks for an action for {self.timeout:g} s")
-                    else:  # Unity sends an end on its own when an agent dies between decisions: nobody asks for an action then
-                        self._send(player)
+                        self._restart(player, error)
         except BaseException:  # a message may be half read, and an agent half served: there is no way back
             self.close_players()
             raise
+
+    def _restart(self, player, error):
+        """A new player in the place of one that is gone. What its agents had begun is nobody's, and their slots are the new one's agents'."""
+        slots, failures = list(player.slots.owner), player.failures
+        while True:
+            failures += 1
+            if failures > self.max_restarts:
+                raise error
+            print(f"\n{error}; starting it again ({failures} of {self.max_restarts} times in a row)", flush=True)
+            player.close()
+            try:
+                new = self.players[self.players.index(player)] = self._launch(player.worker)
+                player, self.restarts = new, self.restarts + 1
+                player.slots, player.failures = Slots(slots), failures
+                player.connect(self.seed + player.worker + 1000 * self.restarts)  # not the same episodes again
+                self._send(player, reset=True)
+                first = self._first_message(player)
+            except UnityPlayerGone as again:
+                error = again
+                continue
+            for array in (self._ready, self._open, self._rewards, self._terminated, self._truncated, self._returns, self._lengths):
+                array[slots] = 0
+            for slot in slots:
+                self._final.pop(slot, None)
+            self._restarted[slots] = True
+            self._take(player, first)
+            return
 
     def _take(self, player, message):
         """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if anybody asks."""
@@ -311,7 +358,7 @@ class UnityVecEnv(VectorEnv):
     # What the agents see and do
 
     def _make_spaces(self, message):
-        self._vectors, self._images, self._names, spaces, actions = [], [], [], {}, {}
+        self._vectors, self._images, self._names, self.sensors, spaces, actions = [], [], [], [], {}, {}
         start = 0
         info = next(info for info in self._agents(message) if not info.done)
         for i, sensor in enumerate(info.observations):
@@ -323,6 +370,7 @@ class UnityVecEnv(VectorEnv):
                 end = start + sensor.float_data.ByteSize()
                 self._vectors.append((i, end - start, end - 4 * math.prod(shape), end))
                 self._names += [name] * math.prod(shape)
+                self.sensors.append(math.prod(shape))  # sizes of the vector sensors
                 start = end
         if self._vectors:
             spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (len(self._names),), np.float32)
