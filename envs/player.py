@@ -20,6 +20,7 @@ import os
 import struct
 import sys
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -221,43 +222,63 @@ def make_scene(args, seed, parameters):
 
 def play(args):
     """Be a client's player until it says goodbye or is gone."""
-    try:
-        link = Link(args.mlagents_port)
-        scene = make_scene(args, link.seed, link.parameters)
-        link.academy = Academy(scene, scene.num_agents, link.exchange)
-        while True:
-            link.academy.step()
-    except (ConnectionError, KeyboardInterrupt):
-        pass
+    with ExitStack() as stack:
+        try:
+            link = Link(args.mlagents_port)
+            scene = make_scene(args, link.seed, link.parameters)
+            link.academy = Academy(scene, scene.num_agents, link.exchange)
+            film = stack.enter_context(Film(args, scene)) if args.render else None
+            while True:
+                link.academy.step()
+                if film:
+                    film.frame()
+        except (ConnectionError, KeyboardInterrupt):
+            pass
 
 
-def film(args):
-    """Write a video of the scene under random actions."""
-    os.environ.setdefault("MUJOCO_GL", "glfw" if os.environ.get("DISPLAY") else "egl")
-    import imageio
-
-    try:
-        import mujoco
-
-        scene = make_scene(args, args.seed, {})
-        renderer = mujoco.Renderer(scene.model, args.height, args.width)
-    except Exception as error:
-        raise SystemExit(f"--render needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1 ({error})") from None
-    rng = np.random.default_rng(args.seed)
+def play_at_random(args):
+    """A video of the scene under random actions."""
+    scene, rng = make_scene(args, args.seed, {}), np.random.default_rng(args.seed)
 
     def at_random(outbox):
         asking = sum(len(who) for who, *_, done, _ in outbox if not done)
         return rng.uniform(-1, 1, (asking, scene.continuous)), np.zeros((asking, len(scene.branches)), int)
 
     academy = Academy(scene, scene.num_agents, at_random)
-    every = max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
-    with imageio.get_writer(args.render, fps=1 / (every * scene.dt)) as video:
-        for step in range(int(args.seconds / scene.dt)):
+    with Film(args, scene) as film:
+        for _ in range(int(args.seconds / scene.dt)):
             academy.step()
-            if step % every == 0:
-                renderer.update_scene(scene.data, camera="film")
-                video.append_data(renderer.render())
+            film.frame()
     print(f"{args.render}: {args.seconds:g} s of {args.scene} under random actions")
+
+
+class Film:
+    """A video of a scene, in the scene's time."""
+
+    def __init__(self, args, scene):
+        import imageio
+
+        try:
+            import mujoco
+
+            self.renderer = mujoco.Renderer(scene.model, args.height, args.width)
+        except Exception as error:
+            raise SystemExit(f"--render needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1 ({error})") from None
+        self.scene, self.steps, self.every = scene, 0, max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
+        self.video = imageio.get_writer(args.render, fps=1 / (self.every * scene.dt))
+
+    def frame(self):
+        if self.steps % self.every == 0:
+            self.renderer.update_scene(self.scene.data, camera="film")
+            self.video.append_data(self.renderer.render())
+        self.steps += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.video.close()
+        self.renderer.close()
 
 
 def main():
@@ -266,8 +287,8 @@ def main():
     parser.add_argument("--agents", type=int, help="how many agents (Unity's scenes have 12 in 3DBall, 10 in Crawler)")
     parser.add_argument("--decision-period", type=int, help="fixed steps between two decisions of an agent (Unity's scenes: 5)")
     parser.add_argument("--max-step", type=int, help="fixed steps after which an episode is interrupted (Unity's scenes: 5000; 0: never)")
-    parser.add_argument("--render", metavar="FILE.mp4", help="no client: film the scene under random actions")
-    parser.add_argument("--seconds", type=float, default=10, help="length of the film, in the scene's time")
+    parser.add_argument("--render", metavar="FILE.mp4", help="film what the client's agents do; without a client, the scene under random actions")
+    parser.add_argument("--seconds", type=float, default=10, help="length of a film without a client, in the scene's time")
     parser.add_argument("--fps", type=float, default=25, help="frames per second of the film")
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--height", type=int, default=480)
@@ -282,10 +303,12 @@ def main():
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.render and args.scene == "Mixed":
         parser.error("--scene Mixed is for tests: there is nothing to see")
-    elif args.render:
-        film(args)
-    elif args.mlagents_port:
+    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported
+    if args.mlagents_port:
         play(args)
+    elif args.render:
+        play_at_random(args)
     else:
         parser.error("no client to play for: a client launches this with --mlagents-port; alone it can --render FILE.mp4")
 

@@ -9,12 +9,19 @@ infos["final_obs"] by slot. infos["ready"], where there is one, says which slots
 import difflib
 import importlib
 import os
+import sys
+from contextlib import closing
 
 import gymnasium as gym
+import imageio
 import numpy as np
 
 from envs import SCENES
 from unity_vec_env import UnityVecEnv
+
+NO_GL = "filming needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
+FILM_STEPS = 450  # decisions: half a minute of Crawler
+LONGEST = 100_000  # steps of an episode that are kept to be played again
 
 
 def make_vec_env(env_id, num_envs, seed, unity_path=None, **unity):
@@ -58,7 +65,29 @@ class SyncEnvs:
         self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
 
     def reset(self, seed):
+        self.episodes = [({"seed": seed + i}, []) for i in range(self.num_envs)]  # how it began, and the actions since
         return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
+
+    def state(self):
+        """What brings the envs back to where they are, in plain numbers: how their episodes began, and all actions since. None if one is too long."""
+        if any(len(actions) >= LONGEST for _, actions in self.episodes):
+            return None
+        return [(begin, [action.tolist() for action in actions]) for begin, actions in self.episodes]
+
+    def restore(self, state):
+        """Play the episodes again up to where they were. An env whose chance is all in its np_random comes back exactly."""
+        self.episodes, last = [], []
+        for env, (begin, actions) in zip(self.envs, state, strict=True):
+            actions = [np.array(action, env.action_space.dtype) for action in actions]
+            env.reset(seed=begin.get("seed", 0))
+            if "random" in begin:
+                env.unwrapped.np_random.bit_generator.state = begin["random"]
+            obs, _ = env.reset(seed=begin.get("seed"))
+            for action in actions:
+                obs, *_ = env.step(action)
+            self.episodes.append((begin, actions))
+            last.append(obs)
+        return np.stack(last)
 
     def step(self, actions):
         n, infos = self.num_envs, {}
@@ -68,7 +97,10 @@ class SyncEnvs:
             observation, rewards[i], term, trunc, _ = env.step(actions[i])
             if term or trunc:
                 infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
+                self.episodes[i] = ({"random": env.unwrapped.np_random.bit_generator.state}, [])
                 observation, _ = env.reset()
+            elif len(self.episodes[i][1]) < LONGEST:
+                self.episodes[i][1].append(actions[i].copy())
             obs[i], terminated[i], truncated[i] = observation, term, trunc
         return obs, rewards, terminated, truncated, infos
 
@@ -96,3 +128,38 @@ class EnvPoolEnvs:
 
     def close(self):
         self.pool.close()
+
+
+def film(path, policy, env_id, seed, unity):
+    """Write a video of a policy, in an env of its own: an episode of a gymnasium env, or half a minute of a bundled scene."""
+    if env_id in SCENES:
+        unity = unity | {"num_players": 1, "max_restarts": 0, "base_port": None, "player_args": (*unity["player_args"], "--render", str(path))}
+        with closing(UnityVecEnv(env_id, seed=seed, **unity)) as envs:
+            actions = np.zeros(envs.action_space.shape, np.float32)
+            obs, infos = envs.reset()
+            for _ in range(FILM_STEPS):
+                actions[infos["ready"]] = np.clip(policy(obs[infos["ready"]]), -1, 1)
+                obs, *_, infos = envs.step(actions)
+        return
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+    env = make_env(env_id, render_mode="rgb_array")
+    with closing(env), imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=1) as video:
+        cheap(env)
+        obs, done = env.reset(seed=seed)[0], False
+        while not done:
+            try:
+                video.append_data(env.render())
+            except Exception as error:
+                raise ValueError(f"{NO_GL} ({error})") from None
+            action = policy(np.asarray(obs, np.float32).reshape(1, -1)).reshape(env.action_space.shape)
+            obs, _, terminated, truncated, _ = env.step(np.clip(action, env.action_space.low, env.action_space.high))
+            done = terminated or truncated
+
+
+def cheap(env):
+    """A MuJoCo env without shadows, multisampling and reflections, before its first picture: without a GPU they take nearly all of the time."""
+    model = getattr(env.unwrapped, "model", None)
+    if model is not None and hasattr(model, "vis"):
+        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0
