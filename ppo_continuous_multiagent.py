@@ -3,6 +3,7 @@
     python ppo_continuous_multiagent.py --env-id Crawler                                    a bundled scene: no Unity needed
     python ppo_continuous_multiagent.py --env-id Crawler --unity-path ./Builds/Crawler      the same settings on your Unity build
     python ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --num-envs 8 --compile      any gymnasium env with continuous actions
+    python ppo_continuous_multiagent.py --evaluate runs/NAME --capture-video                also --resume runs/NAME, --export runs/NAME
 
 One row per decision. Agents that decide at their own pace fill no (num_steps, num_envs) rectangle, so rows are gathered as they come and then
 ordered agent by agent: an agent's rows stand together, in time. A rollout ends when batch_size rows are closed. An agent's open row is its
@@ -26,14 +27,18 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
 
 import argparse
-import dataclasses
+import importlib.metadata
 import json
 import math
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+import warnings
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +50,7 @@ import tyro
 from torch.func import functional_call
 
 from envs import SCENES
-from envs.vector import make_vec_env
+from envs.vector import film, make_vec_env
 from unity_vec_env import UnityPlayerError
 
 
@@ -67,6 +72,8 @@ class Args:
     """first port for Unity players; default: free ports"""
     player_args: tuple[str, ...] = ()
     """more command line arguments for the players, e.g. --player-args=--agents=20"""
+    max_restarts: int = 3
+    """how often in a row a player that crashes or hangs is started again"""
     num_envs: int = 1
     """how many gymnasium envs to step at once (a Unity scene has as many as it has agents)"""
     seed: int = 1
@@ -81,6 +88,22 @@ class Args:
     """cpu, cuda or mps: where rollout and update live"""
     compile: bool = False
     """torch.compile the update: about ten seconds at the start, then several times faster on small networks"""
+    checkpoint_interval: int = 100_000
+    """decisions between two checkpoints; there is one at the end, on Ctrl-C and on SIGTERM too"""
+    keep_checkpoints: int = 1
+    """how many of the last checkpoints to keep, beside best.pt, the best by mean return"""
+    capture_video: bool = False
+    """film the deterministic policy into runs/NAME/videos, in an env of its own"""
+    video_interval: int = 500_000
+    """decisions between two films"""
+    resume: str | None = None
+    """runs/NAME: go on where that run stopped; --total-timesteps may be raised, the other settings are the run's"""
+    evaluate: str | None = None
+    """runs/NAME, or a checkpoint of it: no training, only episodes with the deterministic policy"""
+    eval_episodes: int = 20
+    """how many, equally many of every agent"""
+    export: str | None = None
+    """runs/NAME, or a checkpoint of it: write policy.onnx, for the Model field of Unity's Behavior Parameters"""
 
     total_timesteps: int = 1_000_000
     """decisions of all agents together"""
@@ -137,11 +160,17 @@ PRESETS = {
 }  # fmt: skip
 
 
-def make_envs(args):
-    return make_vec_env(
-        args.env_id, args.num_envs, args.seed, args.unity_path, behavior=args.behavior, num_players=args.num_players,
-        max_agents=args.max_agents, base_port=args.base_port, time_scale=args.time_scale, player_args=args.player_args,
-    )  # fmt: skip
+FORMAT = "ppo_continuous_multiagent 1"  # of checkpoints
+FREE = {"resume", "total_timesteps", "checkpoint_interval", "keep_checkpoints", "capture_video", "video_interval", "max_restarts", "base_port", "track"}
+"""what may be another when a run goes on"""
+
+
+def unity_settings(args):
+    return {key: getattr(args, key) for key in ("behavior", "num_players", "max_agents", "base_port", "time_scale", "player_args", "max_restarts")}
+
+
+def make_envs(args, seed):
+    return make_vec_env(args.env_id, args.num_envs, seed, args.unity_path, **unity_settings(args))
 
 
 class Normalizer(nn.Module):
@@ -196,8 +225,8 @@ class Agent(nn.Module):
             return obs
         return ((obs - self.obs_rms.shift) * self.obs_rms.scale).clamp(-10, 10)
 
-    def policy(self):
-        """A function from observations to actions as arrays, sampled and not clipped: the env gets them clipped, the update as they are.
+    def policy(self, deterministic=False):
+        """A function from observations to actions as arrays, not clipped: the env gets them clipped, the update as they are.
 
         On a CPU it is written out in numpy: for a few observations and a small network torch's calls take three times as long.
         """
@@ -207,10 +236,11 @@ class Agent(nn.Module):
             @torch.inference_mode()
             def act(obs):
                 mean = self.actor_mean(self.normalize(torch.as_tensor(obs, device=device)))
-                return (mean + std * torch.randn_like(mean)).cpu().numpy()
+                return (mean if deterministic else mean + std * torch.randn_like(mean)).cpu().numpy()
 
             return act
-        layers = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in self.actor_mean if isinstance(layer, nn.Linear)]
+        linear = [layer for layer in self.actor_mean if isinstance(layer, nn.Linear)]
+        layers = [(np.ascontiguousarray(layer.weight.detach().numpy().T), layer.bias.detach().numpy()) for layer in linear]
         shift, scale, std = self.obs_rms.shift.numpy(), self.obs_rms.scale.numpy(), std.numpy()
 
         def act(obs):
@@ -227,7 +257,8 @@ class Agent(nn.Module):
                     x /= 1 + np.exp(-x)
             x = x @ layers[-1][0]
             x += layers[-1][1]
-            x += std * torch.randn(x.shape).numpy()
+            if not deterministic:
+                x += std * torch.randn(x.shape).numpy()
             return x
 
         return act
@@ -305,63 +336,167 @@ def make_update(agent, args):
 
 
 def save(path, state):
-    """Written beside its place and renamed: a crash leaves the last one whole."""
+    """Written beside its place and renamed: a crash or a full disk leaves the last one whole."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path):
+    """A run's checkpoint, by the run's folder or its own name. Nothing in it is executed, so it may come from anybody."""
+    path = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such checkpoint") from None
+    except Exception:
+        raise ValueError(f"{path} is not a checkpoint, or not a whole one") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of this script or of another version: it says {state.get('format') if isinstance(state, dict) else type(state)!r}, not {FORMAT!r}")
+    return path, state
+
+
+def random_state():
+    name, keys, *rest = np.random.get_state()
+    states = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def evaluate(agent, envs, episodes, seed):
+    """Returns and lengths of each agent's first episodes, equally many of every agent: short ones don't crowd out the long. Nothing is sampled."""
+    policy, space, n = agent.policy(deterministic=True), envs.single_action_space, envs.num_envs
+    left = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
+    opened, total, length, results = np.zeros(n, bool), np.zeros(n), np.zeros(n, int), []
+    actions = np.zeros((n, *space.shape), space.dtype)
+    obs, infos = envs.reset(seed=seed)
+    while left.any():
+        ready = infos.get("ready", np.ones(n, bool))
+        if ready.any():
+            mean = policy(np.asarray(obs[ready], np.float32).reshape(ready.sum(), -1))
+            actions[ready] = np.clip(mean.reshape(-1, *space.shape), space.low, space.high)
+        opened |= ready
+        obs, reward, terminated, truncated, infos = envs.step(actions)
+        done = terminated | truncated
+        closed = opened & (done | infos.get("ready", True))
+        opened &= ~closed
+        total[closed] += reward[closed]
+        length[closed] += 1
+        for slot in np.flatnonzero(done & closed):
+            if left[slot]:
+                results.append((total[slot], length[slot]))
+                left[slot] -= 1
+            total[slot], length[slot] = 0, 0
+    return np.array(results).T
+
+
+class Exported(nn.Module):
+    """The graph that Unity's inference reads: an input for each sensor, the statistics inside, actions as the env got them."""
+
+    outputs = ["continuous_actions", "deterministic_continuous_actions", "version_number", "memory_size", "continuous_action_output_shape"]
+
+    def __init__(self, agent, low, high):
+        super().__init__()
+        self.agent, self.low, self.high = agent, low, high
+
+    def clip(self, action):
+        if len(self.low.unique()) == len(self.high.unique()) == 1:
+            return action.clamp(self.low.flatten()[0].item(), self.high.flatten()[0].item())
+        return torch.min(torch.max(action, self.low), self.high)
+
+    def forward(self, *sensors):
+        mean = self.agent.actor_mean(self.agent.normalize(torch.cat(sensors, 1)))
+        sampled = mean + self.agent.actor_logstd.exp() * torch.randn_like(mean)
+        return self.clip(sampled), self.clip(mean), torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([float(self.low.numel())])
+
+
+def export(agent, state, path):
+    """Opset 9, as ML-Agents writes it: Unity knows 7 to 15, and torch's newer exporter none of them."""
+    inputs = [f"obs_{i}" for i in range(len(state["sensors"]))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of age, and that constants are constant
+        torch.onnx.export(
+            Exported(agent, state["low"], state["high"]), tuple(torch.zeros(1, size) for size in state["sensors"]), path, dynamo=False, opset_version=9,
+            input_names=inputs, output_names=Exported.outputs, dynamic_axes={name: {0: "batch"} for name in (*inputs, *Exported.outputs[:2])},
+        )  # fmt: skip
 
 
 class Progress:
     """One live line: steps, return, speed, where the time goes, time left. Without a terminal a plain line every few seconds."""
 
-    def __init__(self, total):
-        self.total, self.live, self.start, self.due = total, sys.stdout.isatty(), time.time(), 0.0
+    def __init__(self, total, done):
+        self.total, self.done, self.live, self.start, self.due = total, done, sys.stdout.isatty(), time.time(), 0.0
 
-    def show(self, steps, returns, seconds, last=False):
+    def show(self, steps, returns, seconds, restarts, last=False):
         now = time.time()
         if now < self.due and not last:
             return
-        self.due, sps = now + (0.2 if self.live else 5), steps / (now - self.start)
+        self.due, sps = now + (0.2 if self.live else 5), (steps - self.done) / (now - self.start)
         mean = f"{np.mean(returns):9.2f}" if returns else "        -"
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
         left = time.strftime("%H:%M:%S", time.gmtime((self.total - steps) / sps))
-        line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
+        line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left" + (f"  {restarts} restart(s)" if restarts else "")
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
 
 
 def check(args):
     """Refuse what can't work, before any work starts."""
-    for name in ("num_envs", "num_players", "num_steps", "num_minibatches", "total_timesteps", "learning_rate", "max_grad_norm"):
+    for name in ("num_envs", "num_players", "num_steps", "num_minibatches", "total_timesteps", "learning_rate", "max_grad_norm", "checkpoint_interval",
+                 "keep_checkpoints", "video_interval", "eval_episodes"):  # fmt: skip
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be between 0 and 1")
-    for name in ("clip_coef", "ent_coef", "vf_coef", "update_epochs"):
+    for name in ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "max_restarts"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative")
     if args.num_envs > 1 and (args.unity_path or args.env_id in SCENES):
         raise ValueError(f"--num-envs {args.num_envs}: a Unity scene has as many envs as it has agents; more come with --num-players")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
         raise ValueError("--compile needs a C++ compiler, on Debian and Ubuntu: apt-get install g++")
+    if args.capture_video and args.unity_path:
+        raise ValueError("--capture-video films gymnasium envs and bundled scenes; Unity's own Recorder package films a Unity build")
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available.get(args.device.split(":")[0], False):
         raise ValueError(f"--device {args.device}: not on this machine, which has {', '.join(k for k, v in available.items() if v)}")
 
 
-def train(args):
+def train(args, resumed=None):
+    """resumed: path and content of a checkpoint to go on from."""
     check(args)
-    envs, how = make_envs(args)
-    try:
-        run(args, envs, how)
-    finally:
-        envs.close()
+    # Players and EnvPool can't be put back into the middle of an episode: they begin new ones, with another seed.
+    envs, how = make_envs(args, args.seed + (resumed[1]["global_step"] if resumed else 0))
+    with closing(envs):
+        stop = []
+
+        def ask_to_stop(number, _):
+            stop.append(number)
+            signal.signal(number, handlers[number])  # the next one ends it at once
+
+        handlers = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            run(args, envs, how, resumed, stop)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
-def run(args, envs, how):
+def run(args, envs, how, resumed, stop):
     if not isinstance(envs.single_action_space, gym.spaces.Box):
         raise ValueError(f"{args.env_id} has actions {envs.single_action_space}: this script takes continuous ones; ppo_pixel.py takes discrete ones")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
@@ -373,24 +508,32 @@ def run(args, envs, how):
     if args.total_timesteps < batch_size:
         raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch of {n} x {args.num_steps} = {batch_size} decisions")
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+    if resumed and num_iterations <= resumed[1]["iteration"]:
+        raise ValueError(f"{resumed[0]} has {resumed[1]['global_step']} decisions already: give a larger --total-timesteps to go on")
+    env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
+    flat_actions, low, high = (x.reshape(-1, action_dim) for x in (env_actions, envs.single_action_space.low, envs.single_action_space.high))
     # Small products are not worth a second thread: waking it costs more than it computes. And while agents act, the players need the cores.
     learn_threads = 1 if minibatch_size * max(args.hidden_sizes) < 2**17 else os.cpu_count()
 
-    run_name = f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    folder = Path("runs") / run_name
-    if folder.exists():
-        raise ValueError(f"{folder} exists already: wait a second, or give another --exp-name")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(args), indent=2))
+    folder = resumed[0].parent if resumed else Path("runs", f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    if not resumed:
+        if folder.exists():
+            raise ValueError(f"{folder} exists already: wait a second, or give another --exp-name")
+        folder.mkdir(parents=True)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")}
+        git = shutil.which("git") and subprocess.run([shutil.which("git"), "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        config = {"args": asdict(args), "python": sys.version, "versions": versions, "commit": git.stdout.strip() or None if git else None}
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project_name, sync_tensorboard=True, config=vars(args), name=run_name, save_code=True)
+        wandb.init(project=args.wandb_project_name, sync_tensorboard=True, config=vars(args), id=folder.name, resume="allow", save_code=True)
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(folder)
-    writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{key}|{value}|" for key, value in vars(args).items()))
-    print(f"{run_name}: {how}; batches of {batch_size}, minibatches of {minibatch_size}; tensorboard --logdir runs", flush=True)
+    writer = SummaryWriter(folder, purge_step=resumed[1]["global_step"] + 1 if resumed else None)  # what came after the checkpoint comes again
+    if not resumed:
+        writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{key}|{value}|" for key, value in vars(args).items()))
+    print(f"{folder}: {how}; batches of {batch_size}, minibatches of {minibatch_size}; tensorboard --logdir runs", flush=True)
 
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -401,11 +544,41 @@ def run(args, envs, how):
     update = make_update(agent, args)
     flat = nn.utils.parameters_to_vector(agent.parameters()).detach()
     optimizer = [torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)]  # Adam's two averages and its step
+    discounted, episode_return, episode_length = [0.0] * n, [0.0] * n, [0] * n
+    iteration, global_step, best, recent, since_checkpoint, next_obs = 0, 0, -math.inf, [], [], None
+    if resumed:
+        state = resumed[1]
+        agent.load_state_dict(state["agent"])
+        return_rms.load_state_dict(state["return_rms"])
+        flat, optimizer = nn.utils.parameters_to_vector(agent.parameters()).detach(), [x.to(device) for x in state["optimizer"]]
+        iteration, global_step, best, recent = (state[key] for key in ("iteration", "global_step", "best", "recent"))
+        set_random_state(state["random"])
+        if state["envs"] is not None:
+            discounted, episode_return, episode_length = state["episodes"]
+            next_obs, infos = envs.restore(state["envs"]), {}
+    if next_obs is None:
+        next_obs, infos = envs.reset(seed=args.seed + global_step)
 
     def keep():
-        nn.utils.vector_to_parameters(flat, agent.parameters())
-        state = {"agent": agent.state_dict(), "return_rms": return_rms.state_dict(), "optimizer": optimizer}
-        save(folder / "checkpoint.pt", {**state, "global_step": global_step, "args": dataclasses.asdict(args)})
+        nonlocal best, since_checkpoint
+        writer.flush()
+        mean_return = float(np.mean(since_checkpoint)) if since_checkpoint else -math.inf
+        better, best, since_checkpoint = mean_return > best, max(mean_return, best), []
+        state = {"format": FORMAT, "args": asdict(args), "agent": agent.state_dict(), "return_rms": return_rms.state_dict(), "optimizer": optimizer}
+        state |= {"iteration": iteration, "global_step": global_step, "best": best, "recent": recent, "random": random_state()}
+        state |= {"envs": envs.state() if hasattr(envs, "state") else None, "episodes": (discounted, episode_return, episode_length)}
+        state |= {"sensors": getattr(envs, "sensors", [obs_dim]), "low": torch.as_tensor(low), "high": torch.as_tensor(high)}
+        try:
+            for name in ["checkpoint.pt"] + ["best.pt"] * better + [f"checkpoint_{global_step}.pt"] * (args.keep_checkpoints > 1):
+                save(folder / name, state)
+            for old in sorted(folder.glob("checkpoint_*.pt"), key=os.path.getmtime)[: -args.keep_checkpoints]:
+                old.unlink()
+        except OSError as error:
+            print(f"\nThe checkpoint could not be saved, the one before it is still there: {error}", flush=True)
+
+    def show_policy():
+        (folder / "videos").mkdir(exist_ok=True)
+        film(folder / "videos" / f"{global_step}.mp4", agent.policy(deterministic=True), args.env_id, args.seed, unity_settings(args))
 
     if args.compile:
         start = time.time()
@@ -425,62 +598,67 @@ def run(args, envs, how):
 
     opened = np.zeros(n, bool)  # has its action and waits for what comes of it
     open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the iteration before: who, obs, action
-    discounted, episode_return, episode_length = [0.0] * n, [0.0] * n, [0] * n
-    env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
-    flat_actions, low, high = (x.reshape(-1, action_dim) for x in (env_actions, envs.single_action_space.low, envs.single_action_space.high))
-    progress, seconds, global_step, recent = Progress(num_iterations * batch_size), {"env": 0.0, "act": 0.0, "learn": 0.0}, 0, []
-    next_obs, infos = envs.reset(seed=args.seed)
+    progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
     who = asking(infos)
+    if args.capture_video and not resumed:
+        show_policy()
     start = time.perf_counter()
-    for iteration in range(1, num_iterations + 1):
-        lr = args.learning_rate * (1 - (iteration - 1) / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
+    while iteration < num_iterations and not stop:
+        lr = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
         torch.set_num_threads(1)
         act = agent.policy()
         slots, obs, actions = ([rows] for rows in open_rows)
-        closing, rewards, terminations, truncations, finals, num_closed = [], [], [], [], {}, 0
-        while num_closed < batch_size:
+        answers, rewards, terminations, truncations, finals, lost, num_closed = [], [], [], [], {}, [], 0
+        while num_closed - len(lost) < batch_size:
             slots.append(who)
             obs.append(np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
             actions.append(act(obs[-1]))
             flat_actions[who] = np.minimum(np.maximum(actions[-1], low), high)
             now = time.perf_counter()
             seconds["act"] += now - start
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+            try:
+                next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+            except UnityPlayerError:
+                keep()  # as after the last iteration
+                raise
             start = time.perf_counter()
             seconds["env"] += start - now
 
             acted, who = who, asking(infos)
-            if acted is everybody and who is everybody:
+            if acted is everybody and who is everybody and "restarted" not in infos:
                 closes = everybody
             else:  # closed by the agent's next decision or by its end
                 opened[acted] = True
-                answered = terminated | truncated
+                gone = opened & infos.get("restarted", False)  # with their player: these rows will be dropped
+                answered = terminated | truncated | gone
                 answered[who] = True
                 closes = np.flatnonzero(opened & answered)
                 opened[closes] = False
+                lost.extend(num_closed + np.flatnonzero(gone[closes]))
             if "final_obs" in infos:
                 for k in np.flatnonzero((truncated & ~terminated)[closes]):  # CleanRL differs (5)
                     finals[num_closed + k] = infos["final_obs"][closes[k]]
-            closing.append(closes)
+            answers.append(closes)
             rewards.append(pick(reward, closes))
             terminations.append(pick(terminated, closes))
             truncations.append(pick(truncated, closes))
             num_closed += len(closes)
-            progress.show(global_step + num_closed, recent, seconds)
-        global_step += num_closed
+            progress.show(global_step + num_closed, recent, seconds, getattr(envs, "restarts", 0))
+        global_step += num_closed - len(lost)
 
         # Rows agent by agent: CleanRL differs (6). Last of each agent stands its open row, whose value is the bootstrap.
         acted = sum(map(len, slots))
         slots, obs = np.concatenate([*slots, who]), np.concatenate([*obs, np.asarray(next_obs[who], np.float32).reshape(len(who), obs_dim)])
         actions = np.concatenate([*actions, np.zeros((len(who), action_dim), np.float32)])
-        closing = np.concatenate(closing)
-        order, closed, closing_order = agent_by_agent(slots, closing, n)
+        order, closed, closing_order = agent_by_agent(slots, np.concatenate(answers), n)
         open_rows = [x[np.sort(order[~closed & (order < acted)])] for x in (slots, obs, actions)]
         owner, obs, actions = slots[order], torch.as_tensor(obs[order], device=device), torch.as_tensor(actions[order], device=device)
         row_of = np.zeros(num_closed, int)  # of each closing message
         row_of[closing_order] = np.flatnonzero(closed)
-        reward, ended = np.zeros(len(order)), np.zeros(len(order), bool)
+        reward, ended, gone = np.zeros(len(order)), np.zeros(len(order), bool), np.zeros(len(order), bool)
         reward[row_of], ended[row_of] = np.concatenate(rewards), np.concatenate(terminations) | np.concatenate(truncations)
+        gone[row_of[lost]] = True
+        closed &= ~gone
 
         # Values and log-probs in one batch, with the weights and statistics that chose the actions: SB3 differs (1, 8).
         torch.set_num_threads(learn_threads)
@@ -497,7 +675,10 @@ def run(args, envs, how):
         goes_on = closed & ~ended & np.roll(closed, -1)
         advantages = gae(scaled.tolist(), value.tolist(), next_values.tolist(), goes_on.tolist(), args.gamma, args.gae_lambda)
         returns, discounted_returns = [], []
-        for slot, r, end in zip(owner[closed].tolist(), reward[closed].tolist(), ended[closed].tolist(), strict=True):
+        for slot, r, end, void in zip(*(x[closed | gone].tolist() for x in (owner, reward, ended, gone)), strict=True):
+            if void:
+                discounted[slot], episode_return[slot], episode_length[slot] = 0.0, 0.0, 0
+                continue
             discounted[slot] = discounted[slot] * args.gamma + r
             discounted_returns.append(discounted[slot])
             episode_return[slot] += r
@@ -506,7 +687,7 @@ def run(args, envs, how):
                 returns.append((episode_return[slot], episode_length[slot]))
                 discounted[slot], episode_return[slot], episode_length[slot] = 0.0, 0.0, 0
 
-        rows = torch.as_tensor(np.sort(row_of[:batch_size]), device=device)  # agents of mixed periods can close a few more in the last step
+        rows = torch.as_tensor(np.sort(np.delete(row_of, lost)[:batch_size]), device=device)  # agents of mixed periods can close a few more in the last step
         b_advantages, b_values = torch.tensor(advantages, dtype=torch.float32, device=device)[rows], values[rows]
         batch = (normalized[rows], actions[rows], logprobs[rows], b_advantages, b_advantages + b_values, b_values)
         lr_now, metrics, stopped, last_good = torch.tensor(lr, device=device), [], False, (flat, *optimizer)
@@ -522,9 +703,10 @@ def run(args, envs, how):
                 break
         metrics = torch.stack(metrics).cpu() if metrics else torch.zeros(1, 7)
         if not torch.isfinite(metrics).all() or not torch.isfinite(flat).all():
-            flat, *optimizer = last_good
+            _, *optimizer = last_good  # the agent's weights are those before the update still
+            global_step -= num_closed - len(lost)
             keep()
-            raise FloatingPointError(f"iteration {iteration}: a loss or gradient is not a number. The state before it is in {folder}/checkpoint.pt")
+            raise FloatingPointError(f"iteration {iteration + 1}: a loss or gradient is not a number. The state before it is in {folder}/checkpoint.pt")
         nn.utils.vector_to_parameters(flat, agent.parameters())
         agent.obs_rms.update(obs[rows])
         return_rms.update(torch.tensor(discounted_returns))
@@ -539,23 +721,79 @@ def run(args, envs, how):
         scalars["charts/SPS"] = global_step / (time.time() - progress.start)
         if returns:
             recent = [r for r, _ in returns]
+            since_checkpoint += recent
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(returns, axis=0)
         scalars |= {f"time/{name}": x / sum(seconds.values()) for name, x in seconds.items()}
         for name, x in scalars.items():
             writer.add_scalar(name, x, global_step)
-        progress.show(global_step, recent, seconds, last=iteration == num_iterations)
-    keep()
+        previous_step, iteration = global_step - num_closed + len(lost), iteration + 1
+        last = iteration == num_iterations or len(stop) > 0
+        progress.show(global_step, recent, seconds, getattr(envs, "restarts", 0), last)
+        if last or global_step // args.checkpoint_interval > previous_step // args.checkpoint_interval:
+            keep()
+        if args.capture_video and (last or global_step // args.video_interval > previous_step // args.video_interval):
+            show_policy()
+        start = time.perf_counter()
     writer.close()
-    print(f"Saved {folder}/checkpoint.pt")
+    if iteration < num_iterations:
+        print(f"Stopped after {global_step} decisions. To go on: python {Path(sys.argv[0]).name} --resume {folder}")
+    else:
+        print(f"Saved {folder}/checkpoint.pt. To see what it does: python {Path(sys.argv[0]).name} --evaluate {folder}")
+
+
+def use(args, path, state):
+    """Export, or evaluate, an agent that was saved: its statistics come with it, and nothing changes them."""
+    check(args)
+    obs_dim, action_dim = len(state["agent"]["obs_rms.mean"]), len(state["agent"]["actor_logstd"])
+    agent = Agent(obs_dim, action_dim, args)
+    agent.load_state_dict(state["agent"])
+    if args.export:
+        target = path.with_name("policy.onnx")
+        export(agent, state, target)
+        print(f"Wrote {target}: drop it into a Unity project, and into the Model field of its Behavior Parameters")
+        return
+    agent.to(args.device)
+    with closing(make_envs(replace(args, max_restarts=0), args.seed)[0]) as envs:
+        there = math.prod(envs.single_observation_space.shape or [0]), math.prod(envs.single_action_space.shape or [0])
+        if there != (obs_dim, action_dim):
+            raise ValueError(f"{path} has {obs_dim} observations and {action_dim} actions, the env has {there[0]} and {there[1]}")
+        returns, lengths = evaluate(agent, envs, args.eval_episodes, args.seed)
+    steps = f"after {state['global_step']:,} decisions, {len(returns)} episodes of {lengths.mean():.0f} decisions on average"
+    print(f"{path} {steps}: return {returns.mean():.2f} ± {returns.std():.2f}, from {returns.min():.2f} to {returns.max():.2f}")
+    if args.capture_video:
+        video = path.parent / "videos" / "evaluation.mp4"
+        video.parent.mkdir(exist_ok=True)
+        film(video, agent.policy(deterministic=True), args.env_id, args.seed, unity_settings(args))
+        print(f"Wrote {video}")
 
 
 def main():
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # the preset first, so that --help shows what would be used
-    peek.add_argument("--env-id", "--env_id", default=Args.env_id)
-    env_id = peek.parse_known_args()[0].env_id
-    args = tyro.cli(Args, description=__doc__, default=Args(env_id=env_id, **PRESETS.get(env_id, {})))
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # what gives the defaults first, so that --help shows what would be used
+    for name in ("--env-id", "--unity-path", "--resume", "--evaluate", "--export"):
+        peek.add_argument(name, name.replace("-", "_").replace("__", "--"))
+    given = peek.parse_known_args()[0]
+    env_id, saved = given.env_id or Args.env_id, [x for x in (given.resume, given.evaluate, given.export) if x]
     try:
-        train(args)
+        if len(saved) > 1:
+            raise ValueError("--resume, --evaluate and --export: one at a time")
+        if saved:
+            path, state = load(saved[0])
+            default = replace(Args(**state["args"]), resume=given.resume, evaluate=given.evaluate, export=given.export)
+        else:
+            default = Args(env_id=env_id, **PRESETS.get(env_id, {}))
+            if given.unity_path == "editor" and default.num_players > 1:  # there is only one
+                default = replace(default, num_players=1, num_steps=default.num_steps * default.num_players)
+        args = tyro.cli(Args, description=__doc__, default=default)
+        if args.resume:
+            for name in sorted({field.name for field in fields(Args)} - FREE):
+                if getattr(args, name) != getattr(default, name):
+                    option = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{option} {getattr(args, name)}: the run has {option} {getattr(default, name)} and goes on with it; leave it out")
+            train(args, (path, state))
+        elif args.evaluate or args.export:
+            use(args, path, state)
+        else:
+            train(args)
     except (ValueError, UnityPlayerError, FloatingPointError) as error:
         raise SystemExit(f"\n{error}") from None
 

@@ -4,6 +4,7 @@ import socket
 import sys
 import threading
 import time
+from ctypes.util import find_library
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ sys.path.insert(0, str(ROOT))
 
 from unity_vec_env import UnityVecEnv  # noqa: E402
 from unity_player import UnityMessageProto, Wire  # noqa: E402
+
+there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
+needs_gl = pytest.mark.skipif(not there, reason="no OpenGL here, on Debian and Ubuntu: apt-get install libegl1 libgl1")
 
 
 def free_port():
