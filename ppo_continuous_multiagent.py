@@ -28,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are fo
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import math
 import random
@@ -147,8 +148,8 @@ class Args:
     """log std of the actions at the start"""
 
 
-# ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their action: a std of a third is theirs of 1.
-# 3DBall's buffer is half the official one: it learns in half the decisions. Crawler's is filled by two players at once.
+# ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their action, so that a std of a third is
+# theirs of 1. 3DBall's buffer is half the official one: it learns in half the decisions. Crawler's is filled by two players at once.
 PRESETS = {
     "3DBall": dict(
         total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128)
@@ -161,8 +162,8 @@ PRESETS = {
 
 
 FORMAT = "ppo_continuous_multiagent 1"  # of checkpoints
-FREE = {"resume", "total_timesteps", "checkpoint_interval", "keep_checkpoints", "capture_video", "video_interval", "max_restarts", "base_port", "track"}
-"""what may be another when a run goes on"""
+FREE = {"resume", "total_timesteps", "unity_path", "base_port", "time_scale", "max_restarts", "track", "wandb_project_name", "device", "compile"}
+FREE |= {"checkpoint_interval", "keep_checkpoints", "capture_video", "video_interval"}  # what may be another when a run goes on
 
 
 def unity_settings(args):
@@ -331,7 +332,8 @@ def make_update(agent, args):
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
-        return torch.compile(update, fullgraph=True, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe})  # same shapes for ever
+        unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the shapes are the same for ever
+        return torch.compile(update, fullgraph=True, dynamic=False, options=unguarded)
     return update
 
 
@@ -359,7 +361,7 @@ def load(path):
     except Exception:
         raise ValueError(f"{path} is not a checkpoint, or not a whole one") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of this script or of another version: it says {state.get('format') if isinstance(state, dict) else type(state)!r}, not {FORMAT!r}")
+        raise ValueError(f"{path} is a checkpoint of another script, or of another version of this one, which reads {FORMAT!r}")
     return path, state
 
 
@@ -448,8 +450,9 @@ class Progress:
         self.due, sps = now + (0.2 if self.live else 5), (steps - self.done) / (now - self.start)
         mean = f"{np.mean(returns):9.2f}" if returns else "        -"
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
-        left = time.strftime("%H:%M:%S", time.gmtime((self.total - steps) / sps))
-        line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left" + (f"  {restarts} restart(s)" if restarts else "")
+        left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / sps))
+        line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
+        line += f"  {restarts} restart(s)" if restarts else ""
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
 
 
@@ -469,6 +472,8 @@ def check(args):
         raise ValueError(f"--num-envs {args.num_envs}: a Unity scene has as many envs as it has agents; more come with --num-players")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
         raise ValueError("--compile needs a C++ compiler, on Debian and Ubuntu: apt-get install g++")
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise ValueError("--track needs Weights & Biases: pip install wandb")
     if args.capture_video and args.unity_path:
         raise ValueError("--capture-video films gymnasium envs and bundled scenes; Unity's own Recorder package films a Unity build")
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -597,7 +602,7 @@ def run(args, envs, how, resumed, stop):
         return x if who is everybody else x[who]
 
     opened = np.zeros(n, bool)  # has its action and waits for what comes of it
-    open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the iteration before: who, obs, action
+    open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the last iteration: who, obs, action
     progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
     who = asking(infos)
     if args.capture_video and not resumed:

@@ -26,7 +26,7 @@ TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; M
     "Hopper-v5": (2383, "CleanRL"),
     "Walker2d-v5": (2288, "CleanRL"),
     "3DBall": (100, "ML-Agents"),
-    "Crawler": (2182, "Unity's policy, here"),
+    "Crawler": (2417, "Unity's own policy in this scene"),
 }
 
 

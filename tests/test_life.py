@@ -380,45 +380,34 @@ def test_bounds_of_their_own_are_exported_too():
 # Players that crash
 
 
-def test_a_crashed_player_is_started_again_and_training_goes_on(monkeypatch, capsys):
-    make_envs, killed = ppo.make_envs, []
+def kill_player(monkeypatch, worker, at):
+    """Kill a player before the env's k-th step, for every k of which at(k)."""
+    make_envs = ppo.make_envs
 
     def fragile(args, seed):
         envs, how = make_envs(args, seed)
-        step = envs.step
+        step, count = envs.step, itertools.count(1)
 
         def stepped(actions):
-            killed.append(None)
-            if len(killed) in (20, 50):
-                envs.players[1].process.kill()
+            if at(next(count)):
+                envs.players[worker].process.kill()
             return step(actions)
 
         envs.step = stepped
         return envs, how
 
     monkeypatch.setattr(ppo, "make_envs", fragile)
+
+
+def test_a_crashed_player_is_started_again_and_training_goes_on(monkeypatch, capsys):
+    kill_player(monkeypatch, 1, lambda k: k in (20, 50))
     folder = train(env_id="3DBall", num_players=2, num_steps=32, total_timesteps=24 * 32 * 3)
     assert ppo.load(folder)[1]["global_step"] >= 24 * 32 * 3
     assert "2 restart(s)" in capsys.readouterr().out.splitlines()[-2]
 
 
 def test_a_player_that_crashes_again_and_again_stops_the_run_with_a_checkpoint(monkeypatch):
-    make_envs, calls = ppo.make_envs, []
-
-    def fragile(args, seed):
-        envs, how = make_envs(args, seed)
-        step = envs.step
-
-        def stepped(actions):
-            calls.append(None)
-            if len(calls) > 40:
-                envs.players[0].process.kill()
-            return step(actions)
-
-        envs.step = stepped
-        return envs, how
-
-    monkeypatch.setattr(ppo, "make_envs", fragile)
+    kill_player(monkeypatch, 0, lambda k: k > 40)
     with pytest.raises(UnityPlayerError, match="ended with exit code"):
         train(env_id="3DBall", num_steps=32, max_restarts=2, total_timesteps=12 * 32 * 10)
     (folder,) = ppo.Path("runs").iterdir()
