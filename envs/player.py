@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launched as a program, like a Unity build, from anywhere
 
-from envs import SCENES  # noqa: E402
+from envs import SCENES, cheap  # noqa: E402
 from unity_player import UnityMessageProto, Wire  # noqa: E402
 
 STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
@@ -261,6 +261,7 @@ class Film:
         try:
             import mujoco
 
+            cheap(scene.model)
             self.renderer = mujoco.Renderer(scene.model, args.height, args.width)
         except Exception as error:
             raise SystemExit(f"--render needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1 ({error})") from None

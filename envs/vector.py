@@ -16,7 +16,7 @@ import gymnasium as gym
 import imageio
 import numpy as np
 
-from envs import SCENES
+from envs import SCENES, cheap
 from unity_vec_env import UnityVecEnv
 
 NO_GL = "filming needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
@@ -145,7 +145,8 @@ def film(path, policy, env_id, seed, unity):
         os.environ.setdefault("MUJOCO_GL", "egl")
     env = make_env(env_id, render_mode="rgb_array")
     with closing(env), imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=1) as video:
-        cheap(env)
+        if hasattr(env.unwrapped, "model"):
+            cheap(env.unwrapped.model)
         obs, done = env.reset(seed=seed)[0], False
         while not done:
             try:
@@ -155,11 +156,3 @@ def film(path, policy, env_id, seed, unity):
             action = policy(np.asarray(obs, np.float32).reshape(1, -1)).reshape(env.action_space.shape)
             obs, _, terminated, truncated, _ = env.step(np.clip(action, env.action_space.low, env.action_space.high))
             done = terminated or truncated
-
-
-def cheap(env):
-    """A MuJoCo env without shadows, multisampling and reflections, before its first picture: without a GPU they take nearly all of the time."""
-    model = getattr(env.unwrapped, "model", None)
-    if model is not None and hasattr(model, "vis"):
-        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        model.mat_reflectance[:] = 0
