@@ -39,6 +39,8 @@ def train(resumed=None, **kwargs):
 
 
 def call(monkeypatch, *line):
+    if "--resume" in line:
+        time.sleep(1.1)  # TensorBoard takes event files in the order of their names, which have the second in them
     monkeypatch.setattr(sys, "argv", ["ppo_continuous_multiagent.py", *map(str, line)])
     ppo.main()
 
