@@ -11,6 +11,7 @@ agent that asks. A decision is closed by the agent's next decision or by its end
 is neither ready nor ended carries no transition: reward 0. Ended agents start again by themselves (SAME_STEP): `infos["final_obs"]` is
 the last observation, `infos["final_info"]["episode"]` the return "r" and the length in decisions "l". `truncated` means that Unity
 interrupted the episode (MaxStep). An ended row whose new episode has not asked yet is not ready, and its obs row is not fresh.
+`step_async` and `step_wait` are its two halves: players simulate in between.
 A player that crashes or hangs is started anew (`max_restarts`): `infos["restarted"]` then says whose open decisions will never be closed.
 
 Vector sensors are concatenated into one Box; with images the space is a Dict of "vector" and uint8 images (height, width, channel).
@@ -23,7 +24,7 @@ import math
 import select
 import time
 import weakref
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import gymnasium as gym
 import numpy as np
@@ -117,16 +118,25 @@ class UnityVecEnv(VectorEnv):
             for player in self.players:
                 player.slots.clear()
                 player.asking, player.others = [], {}
-            self._exchange(reset=True)
+            self._answer(reset=True)
+            self._listen()
         self.fresh = False
         return self._copy_obs(), self._infos()
 
     def step(self, actions):
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions):
+        """Send the actions, so that the players simulate while the caller does something else."""
         continuous, discrete = self._check(actions)
         self._open |= self._ready
         self._ready[:] = False
         self._new_step()
-        self._exchange(continuous, discrete)
+        self._answer(continuous, discrete)
+
+    def step_wait(self):
+        self._listen()
         return self._copy_obs(), self._rewards, self._terminated, self._truncated, self._infos()
 
     def close_extras(self, **kwargs):
@@ -187,19 +197,23 @@ class UnityVecEnv(VectorEnv):
         self._rewards, self._terminated, self._truncated, self._final = np.zeros(n), np.zeros(n, bool), np.zeros(n, bool), {}
         self._mask, self._restarted = np.ones((n, sum(self._branches)), bool), np.zeros(n, bool)
 
-    def _exchange(self, *actions, reset=False):
-        """Answer every player, then take messages, from whichever has one, until each has an agent that asks."""
+    def _answer(self, *actions, reset=False):
+        """Answer every player."""
         if not self.players:
             raise UnityPlayerError("the env is closed")
-        self.fresh = False
-        try:
-            waiting, deadline = {}, time.monotonic() + self.timeout
+        self.fresh, self._waiting = False, {}
+        with self._no_way_back():
             for player in list(self.players):
                 try:
                     self._send(player, *actions, reset=reset)
-                    waiting[player.wire.sock] = player
+                    self._waiting[player.wire.sock] = player
                 except UnityPlayerGone as error:
                     self._restart(player, error)
+
+    def _listen(self):
+        """Take messages, from whichever player has one, until each has an agent that asks."""
+        waiting, deadline = self._waiting, time.monotonic() + self.timeout
+        with self._no_way_back():
             while waiting:
                 arrived = list(waiting) if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
                 for sock in arrived or list(waiting)[:1]:
@@ -217,7 +231,13 @@ class UnityVecEnv(VectorEnv):
                     except UnityPlayerGone as error:
                         del waiting[sock]
                         self._restart(player, error)
-        except BaseException:  # a message may be half read, and an agent half served: there is no way back
+
+    @contextmanager
+    def _no_way_back(self):
+        """A message may be half read, and an agent half served, when something goes wrong: the players are closed then."""
+        try:
+            yield
+        except BaseException:
             self.close_players()
             raise
 

@@ -122,7 +122,14 @@ class EnvPoolEnvs:
         return self.pool.reset()[0], {}
 
     def step(self, actions):
-        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions):
+        self.pool.send(actions)
+
+    def step_wait(self):
+        obs, rewards, terminated, truncated, _ = self.pool.recv()
         done = terminated | truncated
         return obs, rewards, terminated, truncated, {"ready": ~done, "final_obs": obs} if done.any() else {}
 
