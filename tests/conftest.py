@@ -1,5 +1,7 @@
 """What the tests share: the checkout on the path, and a player that says what a test tells it to."""
 
+import os
+import signal
 import socket
 import sys
 import threading
@@ -102,3 +104,97 @@ def scripted():
     for envs, player in opened:
         envs.close()
         player.thread.join(5)
+
+
+# Runs of a script
+
+
+@pytest.fixture
+def empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(script, small, resumed=None, **kwargs):
+    """Train and return the run's folder."""
+    before = set(Path("runs").glob("*"))
+    script.train(script.Args(**{**small, "exp_name": f"run{len(before)}", **kwargs}), resumed)
+    return next(iter(set(Path("runs").glob("*")) - before), None) or resumed[0].parent
+
+
+def call(script, monkeypatch, *line):
+    """The script's command line."""
+    if "--resume" in line:
+        time.sleep(1.1)  # TensorBoard takes event files in the order of their names, which have the second in them
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, line)])
+    script.main()
+
+
+def stop_after(monkeypatch, where, name, times):
+    """SIGTERM when a function is called for the so-manieth time."""
+    function, calls = getattr(where, name), []
+
+    def counted(*args):
+        calls.append(None)
+        if len(calls) == times:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args)
+
+    monkeypatch.setattr(where, name, counted)
+
+
+def curve(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag}
+
+
+def watch(script, monkeypatch, crash_at=None):
+    """A list that fills with what the script's Unity players are asked and answer; before one of its steps the first player is killed."""
+    make_envs, record = script.make_envs, []
+
+    def watched(*args):
+        envs, how = make_envs(*args)
+        reset, step_async, step_wait = envs.reset, envs.step_async, envs.step_wait
+
+        def asked(actions):
+            if len(record) == crash_at:
+                envs.players[0].process.kill()
+            record.append([actions.copy()])
+            step_async(actions)
+
+        def answered():
+            record[-1].append(step_wait())
+            return record[-1][1]
+
+        def begun(**kwargs):
+            record.append(reset(**kwargs))
+            return record[-1]
+
+        envs.reset, envs.step_async, envs.step_wait = begun, asked, answered
+        return envs, how
+
+    monkeypatch.setattr(script, "make_envs", watched)
+    return record
+
+
+def trajectories(record):
+    """What each agent saw, did and got, from a watched run: a list for each episode of (obs, action, reward, next obs, terminated).
+
+    What is open at the end is not in them. An episode that a crash cut has what was closed before.
+    """
+    (obs, infos), done, running, pending = record[0], [], {}, {}
+    for actions, (after, reward, terminated, truncated, following) in record[1:]:
+        pending |= {slot: (obs[slot], actions[slot]) for slot in np.flatnonzero(infos["ready"])}
+        for slot in np.flatnonzero(following.get("restarted", [])):
+            pending.pop(slot, None)
+            done.append(running.pop(slot, []))
+        for slot in list(pending):
+            ended = terminated[slot] or truncated[slot]
+            if ended or following["ready"][slot]:
+                next_obs = following["final_obs"][slot] if ended else after[slot]
+                running.setdefault(slot, []).append((*pending.pop(slot), reward[slot], next_obs, bool(terminated[slot])))
+                if ended:
+                    done.append(running.pop(slot))
+        obs, infos = after, following
+    return [*done, *running.values()]

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import needs_gl
+from conftest import call, curve, needs_gl, stop_after, train
 
 import ppo_continuous_multiagent as ppo
 from envs.vector import SyncEnvs, film, make_env
@@ -26,47 +27,12 @@ from unity_vec_env import UnityPlayerError, UnityVecEnv
 SMALL = dict(env_id="parity_env:Parity-v0", num_steps=64, num_minibatches=4, update_epochs=2, hidden_sizes=(8, 8), checkpoint_interval=1)
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-
-def train(resumed=None, **kwargs):
-    """Train and return the run's folder."""
-    before = set(ppo.Path("runs").glob("*"))
-    ppo.train(ppo.Args(**{**SMALL, "exp_name": f"run{len(before)}", **kwargs}), resumed)
-    return next(iter(set(ppo.Path("runs").glob("*")) - before), None) or resumed[0].parent
-
-
-def call(monkeypatch, *line):
-    if "--resume" in line:
-        time.sleep(1.1)  # TensorBoard takes event files in the order of their names, which have the second in them
-    monkeypatch.setattr(sys, "argv", ["ppo_continuous_multiagent.py", *map(str, line)])
-    ppo.main()
-
-
-def stop_after(monkeypatch, iterations):
-    """SIGTERM in the middle of an iteration."""
-    gae, calls = ppo.gae, []
-
-    def counted(*args):
-        calls.append(None)
-        if len(calls) == iterations:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return gae(*args)
-
-    monkeypatch.setattr(ppo, "gae", counted)
+pytestmark = pytest.mark.usefixtures("empty_folder")
+train, call = partial(train, ppo, SMALL), partial(call, ppo)
 
 
 def weights(folder):
     return ppo.load(folder)[1]["agent"]
-
-
-def curve(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag}
 
 
 # Checkpoint and resume
@@ -78,7 +44,7 @@ def test_resume_equals_uninterrupted(monkeypatch, num_envs, capsys):
     settings = dict(num_envs=num_envs, total_timesteps=64 * num_envs * 8)
     whole = train(**settings)
     with monkeypatch.context() as patch:
-        stop_after(patch, 3)
+        stop_after(patch, ppo, "gae", 3)
         part = train(**settings)
     state = ppo.load(part)[1]
     assert state["iteration"] == 3 and any(state["episodes"][2]), "stopped after the iteration, within an episode"

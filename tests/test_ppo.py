@@ -9,7 +9,7 @@ import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,51 +192,16 @@ def test_rows_of_mixed_periods_are_those_of_each_agent(spy, monkeypatch, crashes
 
     When the player crashes, open decisions are dropped, and their observations end the trajectories as a time limit would.
     """
-    make_envs, record = ppo.make_envs, []
-
-    def recorded(*args):
-        envs, how = make_envs(*args)
-        step = envs.step
-
-        def stepped(actions):
-            if crashes and len(record) == 60:
-                envs.players[0].process.kill()
-            out = step(actions)
-            record.append((actions.copy(), out))
-            return out
-
-        reset = envs.reset
-        envs.reset = lambda **kwargs: record.append(reset(**kwargs)) or record[-1]
-        envs.step = stepped
-        return envs, how
-
-    monkeypatch.setattr(ppo, "make_envs", recorded)
+    record = watch(ppo, monkeypatch, crash_at=60 if crashes else None)
     seen = spy(env_id="Mixed", max_agents=12, num_steps=32, num_minibatches=4, total_timesteps=384, norm_obs=False, norm_reward=False, gamma=0.9, learning_rate=1e-12)
     value = lambda obs: seen.agent.critic(torch.as_tensor(obs[None])).item()  # noqa: E731
-    (obs, infos), trajectories = record[0], []
-    running = {slot: [] for slot in range(12)}
-    ready, pending = infos["ready"], {}
-    for _, (after, reward, terminated, truncated, infos) in record[1:]:
-        pending |= {slot: obs[slot] for slot in np.flatnonzero(ready)}
-        for slot in np.flatnonzero(infos.get("restarted", [])):
-            pending.pop(slot, None)
-            trajectories.append(running[slot])
-            running[slot] = []
-        for slot in range(12):
-            ended = terminated[slot] or truncated[slot]
-            if slot in pending and (ended or infos["ready"][slot]):
-                following = 0.0 if terminated[slot] else value(infos["final_obs"][slot] if truncated[slot] else after[slot])
-                running[slot].append((pending.pop(slot), reward[slot], following))
-                if ended:
-                    trajectories.append(running[slot])
-                    running[slot] = []
-        obs, ready = after, infos["ready"]
     expected = {}
-    for trajectory in [*trajectories, *running.values()]:
+    for trajectory in trajectories(record):
         advantage = 0.0
-        for seen_obs, reward, following in reversed(trajectory):
-            advantage = reward + 0.9 * following - value(seen_obs) + 0.9 * 0.95 * advantage
-            expected.setdefault(seen_obs.tobytes(), []).append(advantage)  # after a crash the first observations come again
+        for obs, _, reward, next_obs, terminated in reversed(trajectory):
+            following = 0.0 if terminated else value(next_obs)
+            advantage = reward + 0.9 * following - value(obs) + 0.9 * 0.95 * advantage
+            expected.setdefault(obs.tobytes(), []).append(advantage)  # after a crash the first observations come again
     b_obs, _, _, b_advantages, *_ = seen.batches[0]
     assert any("restarted" in out[-1] for _, out in record[1:]) == crashes
     assert len(b_obs) == 384 and len({o.numpy().tobytes() for o in b_obs}) > 370
