@@ -162,6 +162,7 @@ PRESETS = {
 
 
 FORMAT = "ppo_continuous_multiagent 1"  # of checkpoints
+THREADS = torch.get_num_threads()  # as many as there are cores, or OMP_NUM_THREADS
 FREE = {"resume", "total_timesteps", "unity_path", "base_port", "time_scale", "max_restarts", "track", "wandb_project_name", "device", "compile"}
 FREE |= {"checkpoint_interval", "keep_checkpoints", "capture_video", "video_interval"}  # what may be another when a run goes on
 
@@ -518,7 +519,7 @@ def run(args, envs, how, resumed, stop):
     env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
     flat_actions, low, high = (x.reshape(-1, action_dim) for x in (env_actions, envs.single_action_space.low, envs.single_action_space.high))
     # Small products are not worth a second thread: waking it costs more than it computes. And while agents act, the players need the cores.
-    learn_threads = 1 if minibatch_size * max(args.hidden_sizes) < 2**17 else os.cpu_count()
+    learn_threads = 1 if minibatch_size * max(args.hidden_sizes) < 2**17 else THREADS
 
     folder = resumed[0].parent if resumed else Path("runs", f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if not resumed:
