@@ -1,7 +1,7 @@
 """Learning curves: run a script, or SB3 with the same settings, keep the curve as a CSV, and draw what there is.
 
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
-    python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1                                 or sb3-sac
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME       a run that is there already
     python benchmarks/learning.py plot
 
@@ -46,33 +46,35 @@ def read_events(folder):
     return [(r.step, r.value, n.value) for r, n in zip(returns, lengths, strict=True)]
 
 
-def run_sb3_ppo(env_id, seed, total):
-    """SB3's PPO with the settings of ppo_continuous_multiagent.py: its own defaults, VecNormalize, and a falling learning rate."""
+def run_sb3(name, env_id, seed, total):
+    """SB3 with the settings of our scripts: PPO with VecNormalize and a falling learning rate, SAC with 10,000 random steps first."""
     import torch
-    from stable_baselines3 import PPO
+    from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    rows = []
+    rows, every = [], 2048 if name == "sb3-ppo" else 1000
 
     class Log(BaseCallback):
-        def _on_rollout_start(self):
-            self.ended = []
+        ended = []
 
         def _on_step(self):
             self.ended += [info["episode"] for info in self.locals["infos"] if "episode" in info]
+            if self.num_timesteps % every == 0 and self.ended:
+                rows.append((self.num_timesteps, np.mean([e["r"] for e in self.ended]), np.mean([e["l"] for e in self.ended])))
+                self.ended = []
+                if len(rows) % 20 == 0:
+                    print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}", flush=True)
             return True
 
-        def _on_rollout_end(self):
-            if self.ended:
-                rows.append((self.num_timesteps, np.mean([e["r"] for e in self.ended]), np.mean([e["l"] for e in self.ended])))
-            if self.num_timesteps % 40960 == 0:
-                print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}" if rows else "", flush=True)
-
     torch.set_num_threads(1)
-    envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
-    PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu").learn(total, callback=Log())
+    envs = make_vec_env(env_id, 1, seed=seed)
+    if name == "sb3-ppo":
+        model = PPO("MlpPolicy", VecNormalize(envs), learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu")
+    else:
+        model = SAC("MlpPolicy", envs, learning_starts=10_000, seed=seed, device="cpu")
+    model.learn(total, callback=Log())
     return rows
 
 
@@ -114,7 +116,7 @@ def plot():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, or plot")
+    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, sb3-sac, or plot")
     parser.add_argument("--env-id")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
@@ -125,8 +127,8 @@ def main():
     for seed in args.seeds:
         if args.run:
             rows = read_events(args.run)
-        elif args.what == "sb3-ppo":
-            rows = run_sb3_ppo(args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
+        elif args.what.startswith("sb3-"):
+            rows = run_sb3(args.what, args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
         else:
             rows = run_script(args.what, args.env_id, seed, more)
         with open(RESULTS / f"{args.env_id}.{args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:

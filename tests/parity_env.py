@@ -60,7 +60,12 @@ class BadReward(Parity):
         return obs, float("nan"), *rest
 
 
+class Unbounded(Parity):
+    action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
 gym.register("Parity-v0", Parity, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
+gym.register("Unbounded-v0", Unbounded, max_episode_steps=7)
