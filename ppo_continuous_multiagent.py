@@ -605,7 +605,7 @@ def run(args, envs, how, resumed, stop):
     opened = np.zeros(n, bool)  # has its action and waits for what comes of it
     open_rows = [np.zeros(0, int), np.zeros((0, obs_dim), np.float32), np.zeros((0, action_dim), np.float32)]  # of the last iteration: who, obs, action
     progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
-    who = asking(infos)
+    who, last = asking(infos), False
     if args.capture_video and not resumed:
         show_policy()
     start = time.perf_counter()
@@ -740,6 +740,8 @@ def run(args, envs, how, resumed, stop):
         if args.capture_video and (last or global_step // args.video_interval > previous_step // args.video_interval):
             show_policy()
         start = time.perf_counter()
+    if not last:  # asked to stop at the last moment
+        keep()
     writer.close()
     if iteration < num_iterations:
         print(f"Stopped after {global_step} decisions. To go on: python {Path(sys.argv[0]).name} --resume {folder}")

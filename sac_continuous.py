@@ -659,7 +659,10 @@ def run(args, envs, how, resumed, stop):
         set_random_state(state["random"])
         envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
         if state["buffer"] and (resumed[0].parent / state["buffer"]).exists():
-            buffer.restore(torch.load(resumed[0].parent / state["buffer"], map_location="cpu", weights_only=True))
+            try:
+                buffer.restore(torch.load(resumed[0].parent / state["buffer"], map_location="cpu", weights_only=True))
+            except Exception:
+                raise ValueError(f"{resumed[0].parent / state['buffer']} is not a whole buffer: delete it, and the run goes on with a new one") from None
         else:
             learn_from, normalized = global_step + args.learning_starts, 0
             print(f"The buffer was not saved: {args.learning_starts} decisions of the policy fill a new one before learning goes on", flush=True)
@@ -740,7 +743,7 @@ def run(args, envs, how, resumed, stop):
     buffer.open(who, np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
     if args.capture_video and not resumed:
         show_policy()
-    metrics, returns, last_good = [], [], deepcopy((flat, optimizer))
+    metrics, returns, last_good, last = [], [], deepcopy((flat, optimizer)), False
     start = time.perf_counter()
     while global_step < args.total_timesteps and not stop:
         if global_step < args.learning_starts:
@@ -831,6 +834,8 @@ def run(args, envs, how, resumed, stop):
         if args.capture_video and (last or global_step // args.video_interval > previous_step // args.video_interval):
             show_policy()
         start = time.perf_counter()
+    if not last:  # asked to stop at the last moment
+        keep()
     writer.close()
     if global_step < args.total_timesteps:
         print(f"Stopped after {global_step} decisions. To go on: python {Path(sys.argv[0]).name} --resume {folder}")

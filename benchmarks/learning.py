@@ -91,9 +91,10 @@ def plot():
     curves = defaultdict(lambda: defaultdict(list))
     for path in sorted(RESULTS.glob("*.csv")):
         env_id, script, _ = path.stem.split(".")
+        picture = env_id if "ppo" in script else f"{env_id}.sac"  # of their own: SAC's runs are shorter
         with open(path) as file:
-            curves[env_id][script].append([tuple(map(float, row)) for row in list(csv.reader(file))[1:]])
-    for env_id, scripts in curves.items():
+            curves[picture][script].append([tuple(map(float, row)) for row in list(csv.reader(file))[1:]])
+    for picture, scripts in curves.items():
         figure, axes = plt.subplots(figsize=(6, 3.5), dpi=110)
         for color, (script, runs) in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), sorted(scripts.items()), strict=False):
             for k, rows in enumerate(runs):
@@ -102,15 +103,15 @@ def plot():
                 smooth = np.convolve(values, np.ones(width) / width, "valid")
                 axes.plot(steps[width - 1 :], smooth, color=color, lw=1.2, alpha=0.8, label=script if k == 0 else None)
             ends = [last_tenth(rows) for rows in runs]
-            print(f"{env_id:16} {script:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {' '.join(f'{e:.1f}' for e in ends)}")
-        if env_id in TARGETS:
-            axes.axhline(TARGETS[env_id][0], color="gray", ls=":", lw=1, label=TARGETS[env_id][1])
-        axes.set(title=env_id, xlabel="decisions", ylabel="return of training episodes")
+            print(f"{picture:20} {script:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {' '.join(f'{e:.1f}' for e in ends)}")
+        if picture in TARGETS:
+            axes.axhline(TARGETS[picture][0], color="gray", ls=":", lw=1, label=TARGETS[picture][1])
+        axes.set(title=picture.removesuffix(".sac"), xlabel="decisions", ylabel="return of training episodes")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         figure.tight_layout()
-        figure.savefig(RESULTS / f"{env_id}.png")
+        figure.savefig(RESULTS / f"{picture}.png")
         plt.close(figure)
 
 

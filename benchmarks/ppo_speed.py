@@ -55,9 +55,9 @@ def python(*args):
     return out.stdout
 
 
-def ours(*args):
+def ours(script, *args):
     """Steps per second and the share of acting, of the run's last line."""
-    out = python(ROOT / "ppo_continuous_multiagent.py", *args)
+    out = python(ROOT / script, *args)
     for line in re.findall(r"Compiled.*", out):
         print(f"    ({line})")
     return float(re.findall(r"(\d+) SPS", out)[-1]), int(re.findall(r"act +(\d+)%", out)[-1])
@@ -77,18 +77,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="how often the two take turns")
     parser.add_argument("--steps", type=int, default=40960, help="steps a turn; SB3 takes a quarter")
     args = parser.parse_args()
+    ppo = "ppo_continuous_multiagent.py"
     for n, wanted in ((1, 4), (8, 3.5)):
         cheetah = ["--env-id", "HalfCheetah-v5", "--num-envs", n, "--num-steps", 2048 // n, "--total-timesteps", args.steps]
-        turns(f"{n} env(s), SB3", args.rounds, lambda: ours(*cheetah, "--compile")[0], lambda: float(python("-c", SB3, n, args.steps // 4)), wanted)
+        turns(f"{n} env(s), SB3", args.rounds, lambda: ours(ppo, *cheetah, "--compile")[0], lambda: float(python("-c", SB3, n, args.steps // 4)), wanted)
     turns(
         "8 envs, collecting alone, bare envs",
         args.rounds,
-        lambda: ours(*cheetah, "--update-epochs", 0)[0],
+        lambda: ours(ppo, *cheetah, "--update-epochs", 0)[0],
         lambda: float(python("-c", BARE, 8, args.steps)),
         0.8,
     )
     for scene, steps, wanted in (("3DBall", 61440, 3000), ("Crawler", 61440, 1600)):
-        runs = [ours("--env-id", scene, "--total-timesteps", steps, "--compile") for _ in range(args.rounds)]
+        runs = [ours(ppo, "--env-id", scene, "--total-timesteps", steps, "--compile") for _ in range(args.rounds)]
         sps, act = median(r[0] for r in runs), median(r[1] for r in runs)
         print(f"{scene}: {sps:.0f} decisions/s, median of the turns (at least {wanted} wanted), {act:.0f} % of the time acting", flush=True)
 

@@ -55,6 +55,19 @@ def test_resume_equals_uninterrupted(monkeypatch, num_envs, capsys):
     assert curve(whole) == curve(part), "no gap and no overlap"
 
 
+def test_asked_to_stop_between_two_iterations_it_keeps_what_it_has(monkeypatch):
+    show = ppo.Progress.show
+
+    def shown(self, *args):
+        show(self, *args)
+        if len(args) == 5:  # an iteration's last word: whether to stop has been asked already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ppo.Progress, "show", shown)
+    folder = train(total_timesteps=64 * 8, checkpoint_interval=10**6)
+    assert ppo.load(folder)[1]["global_step"] == 64
+
+
 def test_resume_after_the_end_goes_further(monkeypatch):
     folder = train(total_timesteps=128)
     with pytest.raises(SystemExit, match="larger --total-timesteps"):
