@@ -212,9 +212,10 @@ class Critics(nn.Module):
 
     def forward(self, normalized_obs, action):
         x = torch.cat([normalized_obs, action], 1).expand(2, -1, -1)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, self.activation(x) if i else x, weight)
-        return x[..., 0]
+        *layers, (weight, bias) = zip(self.weights, self.biases, strict=True)
+        for w, b in layers:
+            x = self.activation(torch.baddbmm(b, x, w))
+        return (x * weight.mT).sum(2) + bias[..., 0]  # one output: no matrix product is worth its while
 
 
 class Agent(nn.Module):
@@ -365,16 +366,17 @@ def available_memory():
 
 
 def adam(flat, grad, exp_avg, exp_avg_sq, step, lr):
-    exp_avg = exp_avg + 0.1 * (grad - exp_avg)
-    exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * grad**2
-    denominator = (exp_avg_sq / (1 - 0.999**step)).sqrt() + 1e-8
-    return flat - lr / (1 - 0.9**step) * exp_avg / denominator, exp_avg, exp_avg_sq
+    """Adam in seven passes over a flat vector: the bias corrections go into two numbers."""
+    exp_avg, exp_avg_sq = exp_avg.lerp(grad, 0.1), torch.addcmul(0.999 * exp_avg_sq, grad, grad, value=0.001)
+    rate = lr / (1 - 0.9**step)
+    denominator = exp_avg_sq.sqrt() / (rate * (1 - 0.999**step).sqrt()) + 1e-8 / rate
+    return flat.addcdiv(exp_avg, denominator, value=-1), exp_avg, exp_avg_sq
 
 
 def make_update(agent, args, with_policy=True):
     """One update on a batch: gradients and Adam on two flat vectors, the actor's with log alpha and the critics', so that it can be compiled whole."""
     target_entropy = args.target_entropy if args.target_entropy is not None else -float(agent.actor[-1].out_features // 2)
-    policy_parts = [(name, p.shape, p.numel()) for name, p in agent.named_parameters() if name.startswith("actor")]
+    policy_parts = [(f"actor.{name}", p.shape, p.numel()) for name, p in agent.actor.named_parameters()] + [("log_alpha", (1,), 1)]
     critic_parts = [(name, p.shape, p.numel()) for name, p in agent.critics.named_parameters()]
 
     def named(flat, parts):
@@ -386,9 +388,8 @@ def make_update(agent, args, with_policy=True):
 
     def update(policy, critics, targets, policy_averages, critic_averages, step, policy_step, obs, actions, rewards, next_obs, terminated, noise, next_noise):
         obs, next_obs = agent.normalize(obs), agent.normalize(next_obs)  # SB3 differs (6)
-        policy, critics, log_alpha = policy.detach().requires_grad_(), critics.detach().requires_grad_(), policy[-1].detach()
-        parameters = named(policy[:-1], policy_parts)
-        alpha = log_alpha.exp()
+        policy, critics = policy.detach().requires_grad_(), critics.detach().requires_grad_()
+        parameters, alpha = named(policy, policy_parts), policy[-1].detach().exp()
         with torch.no_grad():
             next_actions, next_logprob = functional_call(agent, parameters, (next_obs, next_noise))
             next_values = q_values(targets, next_obs, next_actions).amin(0) - alpha * next_logprob
@@ -397,7 +398,7 @@ def make_update(agent, args, with_policy=True):
         (grad,) = torch.autograd.grad(qf_loss, critics)
         with torch.no_grad():
             new_critics, *new_critic_averages = adam(critics, grad, *critic_averages, step + 1, args.learning_rate)
-            new_targets = (1 - args.tau) * targets + args.tau * new_critics
+            new_targets = targets.lerp(new_critics, args.tau)
         metrics = [qf_loss, backup.mean(), alpha]
         new_policy, new_policy_averages, new_policy_step = policy, policy_averages, policy_step
         if with_policy:
@@ -407,7 +408,7 @@ def make_update(agent, args, with_policy=True):
             with torch.no_grad():
                 entropy = -logprob.mean()
                 if args.autotune:
-                    grad = torch.cat([grad[:-1], (entropy - target_entropy).reshape(1)])  # of -log_alpha * (logprob + target_entropy)
+                    grad[-1] = entropy - target_entropy  # of -log_alpha * (logprob + target_entropy)
                 new_policy_step = policy_step + 1
                 new_policy, *new_policy_averages = adam(policy, grad, *policy_averages, new_policy_step, args.learning_rate)
                 metrics += [actor_loss, entropy]
