@@ -244,12 +244,14 @@ class Agent(nn.Module):
         linear = [layer for layer in self.actor_mean if isinstance(layer, nn.Linear)]
         layers = [(np.ascontiguousarray(layer.weight.detach().numpy().T), layer.bias.detach().numpy()) for layer in linear]
         shift, scale, std = self.obs_rms.shift.numpy(), self.obs_rms.scale.numpy(), std.numpy()
+        if self.norm_obs:  # the first layer does it
+            lowest, highest, (weight, bias) = shift - 10 / scale, shift + 10 / scale, layers[0]
+            layers[0] = scale[:, None] * weight, bias - (shift * scale) @ weight
 
         def act(obs):
             x = obs
             if self.norm_obs:
-                x = (obs - shift) * scale
-                np.maximum(np.minimum(x, 10.0, out=x), -10.0, out=x)
+                x = np.maximum(np.minimum(obs, highest), lowest)
             for weight, bias in layers[:-1]:
                 x = x @ weight
                 x += bias
@@ -451,7 +453,7 @@ class Progress:
         self.due, sps = now + (0.2 if self.live else 5), (steps - self.done) / (now - self.start)
         mean = f"{np.mean(returns):9.2f}" if returns else "        -"
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
-        left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / sps))
+        left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / max(sps, 1e-9)))
         line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
         line += f"  {restarts} restart(s)" if restarts else ""
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
@@ -635,12 +637,13 @@ def run(args, envs, how, resumed, stop):
                 closes = everybody
             else:  # closed by the agent's next decision or by its end
                 opened[acted] = True
-                gone = opened & infos.get("restarted", False)  # with their player: these rows will be dropped
-                answered = terminated | truncated | gone
+                restarted = infos.get("restarted", False)  # with their player: these rows will be dropped
+                answered = terminated | truncated | restarted
                 answered[who] = True
                 closes = np.flatnonzero(opened & answered)
                 opened[closes] = False
-                lost.extend(num_closed + np.flatnonzero(gone[closes]))
+                if restarted is not False:
+                    lost.extend(num_closed + np.flatnonzero(restarted[closes]))
             if "final_obs" in infos:
                 for k in np.flatnonzero((truncated & ~terminated)[closes]):  # CleanRL differs (5)
                     finals[num_closed + k] = infos["final_obs"][closes[k]]

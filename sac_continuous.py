@@ -541,7 +541,7 @@ class Progress:
         self.due, sps = now + (0.2 if self.live else 5), (steps - self.done) / (now - self.start)
         mean = f"{np.mean(returns):9.2f}" if returns else "        -"
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
-        left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / sps))
+        left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / max(sps, 1e-9)))
         line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
         line += f"  {restarts} restart(s)" if restarts else ""
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
