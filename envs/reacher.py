@@ -1,0 +1,153 @@
+"""Arms that reach: 2 or 3 joints in a plane, 6 in space, and 2 that follow a target over a plane. Small tasks to find out which is wrong, algorithm or env.
+
+    env = gymnasium.make("envs:Reacher3Dof-v0", render_mode="rgb_array")
+
+Observation: sin and cos of the joint angles, their velocities, the vector from fingertip to target; if the target moves, its velocity. Action i is the
+torque of joint i, from -1 to 1. Reward: 50 for every metre that the fingertip comes nearer, which telescopes to the difference of the potential
+-50 * distance; minus 0.1 * the mean squared action; plus 1 while within 2 cm. Episodes are truncated after 100 steps and never terminate.
+info["is_success"]: the fingertip is within 2 cm of the target now. An episode is a success if it is so at its last step.
+
+The planar arms have no gravity, the 6-joint arm has. Links touch nothing, joints have no limits: there are no constraints to solve, and nothing can
+explode. All chance is in reset and in np_random. Drawing reads the state and writes nothing.
+"""
+
+import math
+import os
+import sys
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+
+RADIUS = 0.02  # of success, and of the target as it is drawn
+PROGRESS, CONTROL, BONUS = 50.0, 0.1, 1.0
+SUBSTEPS, TIMESTEP = 4, 0.01
+ARMS = {  # joints: axis and length of each link, which lies along x at zero angles
+    2: [("0 0 1", 0.12), ("0 0 1", 0.12)],
+    3: [("0 0 1", 0.1), ("0 0 1", 0.08), ("0 0 1", 0.06)],
+    6: [("1 0 0", 0.06), ("0 1 0", 0.1), ("0 1 0", 0.04), ("1 0 0", 0.05), ("0 1 0", 0.03), ("0 0 1", 0.03)],  # x points up: yaw, shoulder, elbow, roll, wrist
+}
+REST = {2: (0, 1.5), 3: (-0.5, 1, 1), 6: (0, 0.6, 1, 0, 0.6, 0)}  # episodes start near it, bent
+HEIGHT = {2: 0.02, 3: 0.02, 6: 0.2}  # of the base: the floor is out of reach
+SHOULDER = HEIGHT[6] + ARMS[6][0][1]
+NEAR, FAR = 0.08, 0.21  # targets' distance from the shoulder: neither folded nor stretched
+PLANE = ((-0.14, 0.14), (0.06, 0.16))  # where the moving target stays, x and y
+SPEED = (0.04, 0.12)  # of the moving target, m/s
+
+
+def mjcf(joints, plane, width, height):
+    links = ARMS[joints]
+    arm = f'<site name="fingertip" pos="{links[-1][1]} 0 0" size="0.014" rgba="0.1 0.75 0.3 1"/>'
+    for i, (axis, length) in reversed(list(enumerate(links))):  # the innermost first
+        geom = f'<geom type="capsule" size="0.011" fromto="0 0 0 {length} 0 0" rgba="{("0.16 0.36 0.62 1", "0.35 0.62 0.85 1")[i % 2]}"/>'
+        arm = f'<body pos="{links[i - 1][1] if i else 0} 0 0"><joint name="joint{i}" axis="{axis}"/>{geom}\n{arm}</body>'
+    motors = "".join(f'<motor name="joint{i}" joint="joint{i}"/>' for i in range(joints))
+    (x0, x1), (y0, y1) = PLANE
+    middle, half = f"{(x0 + x1) / 2} {(y0 + y1) / 2} -0.01", f"{(x1 - x0) / 2 + RADIUS} {(y1 - y0) / 2 + RADIUS} 0.005"
+    sheet = f'<geom type="box" pos="{middle}" size="{half}" rgba="0.95 0.85 0.6 1"/>' if plane else ""
+    base, up, floor, gravity = HEIGHT[joints], 'euler="0 -90 0"' if joints == 6 else "", 0 if joints == 6 else -0.02, -9.81 if joints == 6 else 0
+    above, aside = 'pos="0 0 1" fovy="30"', 'pos="0.58 -0.84 0.58" xyaxes="0.8 0.55 0 -0.19 0.28 0.94" fovy="31"'
+    ball, disc = f'<geom size="{RADIUS}" rgba="0.95 0.1 0.05 0.5"/>', f'<geom type="cylinder" pos="0 0 -0.015" size="{RADIUS} 0.002" rgba="0.9 0.15 0.1 1"/>'
+    return f"""<mujoco>
+      <option timestep="{TIMESTEP}" gravity="0 0 {gravity}" integrator="implicitfast"><flag constraint="disable" contact="disable"/></option>
+      <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.3 0.3 0.3" specular="0 0 0"/><global offwidth="{width}" offheight="{height}"/></visual>
+      <asset><texture type="skybox" builtin="flat" rgb1="0.75 0.78 0.8" width="8" height="48"/></asset>
+      <default><joint damping="0.3" armature="0.01"/><motor gear="0.9" ctrlrange="-1 1"/></default>
+      <worldbody>
+        <light directional="true" dir="-0.3 0.3 -1" diffuse="0.3 0.3 0.3" specular="0 0 0"/>
+        <camera name="film" {aside if joints == 6 else above}/>
+        <geom type="plane" pos="0 0 {floor}" size="0 0 0.1" rgba="0.75 0.78 0.8 1"/>{sheet}
+        <geom type="cylinder" fromto="0 0 {floor} 0 0 {base}" size="0.02" rgba="0.25 0.25 0.28 1"/>
+        <body pos="0 0 {base}" {up}>{arm}</body>
+        <body name="target" mocap="true">{ball if joints == 6 else disc}</body>
+      </worldbody>
+      <actuator>{motors}</actuator></mujoco>"""
+
+
+class Reacher(gym.Env):
+    """plane: the target moves, over a rectangle. hud: write step, distance and reward into the picture."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / (SUBSTEPS * TIMESTEP))}
+
+    def __init__(self, joints=2, plane=False, render_mode=None, width=480, height=480, hud=False):
+        self.render_mode, self.width, self.height, self.hud, self.viewer = render_mode, width, height, hud, None
+        self.model = mujoco.MjModel.from_xml_string(mjcf(joints, plane, width, height))
+        self.data = mujoco.MjData(self.model)
+        self.joints, self.plane, self.axes = joints, plane, 3 if joints == 6 else 2
+        self.tip, self.target, self.qpos, self.qvel = self.data.site("fingertip").xpos, self.data.mocap_pos[0], self.data.qpos, self.data.qvel
+        self.state = np.zeros(3 * joints + self.axes + 2 * plane)
+        self.sin, self.cos, self.speed, self.vector, self.velocity = np.split(self.state, np.cumsum([joints, joints, joints, self.axes]))
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, self.state.shape, np.float32)
+        self.action_space = gym.spaces.Box(-1, 1, (joints,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        random = self.np_random
+        mujoco.mj_resetData(self.model, self.data)
+        self.qpos[:] = REST[self.joints] + random.uniform(-0.2, 0.2, self.joints)
+        self.target[2] = HEIGHT[self.joints]
+        if self.plane:
+            self.target[:2] = [random.uniform(*side) for side in PLANE]
+            angle, speed = random.uniform(-np.pi, np.pi), random.uniform(*SPEED)
+            self.velocity[:] = speed * np.cos(angle), speed * np.sin(angle)
+        else:  # uniformly in a ring; for 6 joints, in a ball's shell around the shoulder, above and in front of it
+            direction = random.normal(size=self.axes)
+            distance = random.uniform(NEAR**self.axes, FAR**self.axes) ** (1 / self.axes)
+            self.target[: self.axes] = distance * direction / np.linalg.norm(direction)
+            if self.axes == 3:
+                self.target[:] = abs(self.target[0]), self.target[1], abs(self.target[2]) + SHOULDER
+        self.steps, self.reward = 0, 0.0
+        mujoco.mj_forward(self.model, self.data)
+        return self.observe(), {"is_success": self.distance < RADIUS, "distance": self.distance}
+
+    def observe(self):
+        """And measure the distance."""
+        np.sin(self.qpos, out=self.sin)
+        np.cos(self.qpos, out=self.cos)
+        self.speed[:] = self.qvel
+        vector = self.target - self.tip
+        self.vector[:] = vector[: self.axes]
+        self.distance = math.sqrt(vector.dot(vector))
+        return self.state.astype(np.float32)
+
+    def step(self, action):
+        self.data.ctrl[:] = action
+        mujoco.mj_step(self.model, self.data, SUBSTEPS)
+        if self.plane:
+            self.move()
+        mujoco.mj_kinematics(self.model, self.data)  # where the fingertip is now: mj_step leaves where it was before its last substep
+        before, obs = self.distance, self.observe()
+        close = self.distance < RADIUS
+        self.reward = PROGRESS * (before - self.distance) - CONTROL / self.joints * float(action.dot(action)) + BONUS * close
+        self.steps += 1
+        return obs, self.reward, False, False, {"is_success": close, "distance": self.distance}
+
+    def move(self):
+        """The target goes straight on, and bounces off the plane's edges."""
+        for i, (low, high) in enumerate(PLANE):
+            place = self.target[i] + SUBSTEPS * TIMESTEP * self.velocity[i]
+            if not low <= place <= high:
+                place = 2 * (low if place < low else high) - place
+                self.velocity[i] *= -1
+            self.target[i] = place
+
+    def render(self):
+        if self.viewer is None:
+            if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+                os.environ.setdefault("MUJOCO_GL", "egl")
+            from gymnasium.envs.mujoco.mujoco_rendering import OffScreenViewer  # unlike MuJoCo's own it chooses OpenGL's backend now, not when imported
+
+            self.viewer = OffScreenViewer(self.model, self.data, self.width, self.height)
+        self.viewer.make_context_current()  # another env may have drawn since
+        picture = np.ascontiguousarray(self.viewer.render("rgb_array", camera_id=0))
+        if self.hud:
+            from PIL import Image, ImageDraw
+
+            image = Image.fromarray(picture)
+            text = f"step {self.steps}   distance {100 * self.distance:.1f} cm   reward {self.reward:.2f}"
+            ImageDraw.Draw(image).text((8, 6), text, fill="black", font_size=max(10, self.width // 30))
+            picture = np.array(image)
+        return picture
+
+    def close(self):
+        self.viewer = None
