@@ -148,6 +148,8 @@ class Args:
     """log std of the actions at the start"""
 
 
+# The reachers': short horizon, little noise, and an activation that is good at products, which kinematics is made of.
+REACHER = dict(num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3, gamma=0.95, hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7)
 # ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their action, so that a std of a third is
 # theirs of 1. 3DBall's buffer is half the official one: it learns in half the decisions. Crawler's is filled by two players at once.
 PRESETS = {
@@ -158,6 +160,10 @@ PRESETS = {
         total_timesteps=10_000_000, num_players=2, num_steps=1024, num_minibatches=10, update_epochs=3, gamma=0.995, ent_coef=5e-3,
         hidden_sizes=(512, 512, 512), activation="silu", logstd_init=-1.1,
     ),
+    "Reacher2Dof-v0": dict(total_timesteps=300_000, **REACHER),
+    "Reacher3Dof-v0": dict(total_timesteps=400_000, **REACHER),
+    "Reacher6Dof-v0": dict(total_timesteps=500_000, **REACHER),
+    "ReacherPlane-v0": dict(total_timesteps=200_000, **REACHER),
 }  # fmt: skip
 
 
@@ -383,7 +389,8 @@ def set_random_state(state):
 
 
 def evaluate(agent, envs, episodes, seed):
-    """Returns and lengths of each agent's first episodes, equally many of every agent: short ones don't crowd out the long. Nothing is sampled."""
+    """Returns, lengths and successes (nan where the env tells none) of each agent's first episodes, equally many of every agent: short ones don't crowd
+    out the long. Nothing is sampled."""
     policy, space, n = agent.policy(deterministic=True), envs.single_action_space, envs.num_envs
     left = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     opened, total, length, results = np.zeros(n, bool), np.zeros(n), np.zeros(n, int), []
@@ -403,7 +410,7 @@ def evaluate(agent, envs, episodes, seed):
         length[closed] += 1
         for slot in np.flatnonzero(done & closed):
             if left[slot]:
-                results.append((total[slot], length[slot]))
+                results.append((total[slot], length[slot], infos.get("is_success", {}).get(slot, math.nan)))
                 left[slot] -= 1
             total[slot], length[slot] = 0, 0
     return np.array(results).T
@@ -445,6 +452,7 @@ class Progress:
 
     def __init__(self, total, done):
         self.total, self.done, self.live, self.start, self.due = total, done, sys.stdout.isatty(), time.time(), 0.0
+        self.success = None  # share of the last episodes, where the env tells
 
     def show(self, steps, returns, seconds, restarts, last=False):
         now = time.time()
@@ -455,6 +463,7 @@ class Progress:
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
         left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / max(sps, 1e-9)))
         line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
+        line += f"  success {self.success:.0%}" if self.success is not None else ""
         line += f"  {restarts} restart(s)" if restarts else ""
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
 
@@ -616,7 +625,7 @@ def run(args, envs, how, resumed, stop):
         torch.set_num_threads(1)
         act = agent.policy()
         slots, obs, actions = ([rows] for rows in open_rows)
-        answers, rewards, terminations, truncations, finals, lost, num_closed = [], [], [], [], {}, [], 0
+        answers, rewards, terminations, truncations, finals, lost, successes, num_closed = [], [], [], [], {}, [], [], 0
         while num_closed - len(lost) < batch_size:
             slots.append(who)
             obs.append(np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
@@ -647,6 +656,7 @@ def run(args, envs, how, resumed, stop):
             if "final_obs" in infos:
                 for k in np.flatnonzero((truncated & ~terminated)[closes]):  # CleanRL differs (5)
                     finals[num_closed + k] = infos["final_obs"][closes[k]]
+                successes += infos.get("is_success", {}).values()
             answers.append(closes)
             rewards.append(pick(reward, closes))
             terminations.append(pick(terminated, closes))
@@ -732,6 +742,8 @@ def run(args, envs, how, resumed, stop):
             recent = [r for r, _ in returns]
             since_checkpoint += recent
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(returns, axis=0)
+        if successes:
+            scalars["charts/success_rate"] = progress.success = np.mean(successes)
         scalars |= {f"time/{name}": x / sum(seconds.values()) for name, x in seconds.items()}
         for name, x in scalars.items():
             writer.add_scalar(name, x, global_step)
@@ -768,9 +780,10 @@ def use(args, path, state):
         there = math.prod(envs.single_observation_space.shape or [0]), math.prod(envs.single_action_space.shape or [0])
         if there != (obs_dim, action_dim):
             raise ValueError(f"{path} has {obs_dim} observations and {action_dim} actions, the env has {there[0]} and {there[1]}")
-        returns, lengths = evaluate(agent, envs, args.eval_episodes, args.seed)
+        returns, lengths, successes = evaluate(agent, envs, args.eval_episodes, args.seed)
     steps = f"after {state['global_step']:,} decisions, {len(returns)} episodes of {lengths.mean():.0f} decisions on average"
-    print(f"{path} {steps}: return {returns.mean():.2f} ± {returns.std():.2f}, from {returns.min():.2f} to {returns.max():.2f}")
+    print(f"{path} {steps}: return {returns.mean():.2f} ± {returns.std():.2f}, from {returns.min():.2f} to {returns.max():.2f}", end="")
+    print("" if np.isnan(successes).any() else f"; success {successes.mean():.1%}")
     if args.capture_video:
         video = path.parent / "videos" / "evaluation.mp4"
         video.parent.mkdir(exist_ok=True)
@@ -791,7 +804,7 @@ def main():
             path, state = load(saved[0])
             default = replace(Args(**state["args"]), resume=given.resume, evaluate=given.evaluate, export=given.export)
         else:
-            default = Args(env_id=env_id, **PRESETS.get(env_id, {}))
+            default = Args(env_id=env_id, **PRESETS.get(env_id.removeprefix("envs:"), {}))
             if given.unity_path == "editor" and default.num_players > 1:  # there is only one
                 default = replace(default, num_players=1, num_steps=default.num_steps * default.num_players)
         args = tyro.cli(Args, description=__doc__, default=default)

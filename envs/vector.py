@@ -3,7 +3,8 @@
     envs, how = make_vec_env("HalfCheetah-v5", num_envs=8, seed=1)
 
 They all have num_envs, single_observation_space, single_action_space, reset, step and close, start again by themselves, and give
-infos["final_obs"] by slot. infos["ready"], where there is one, says which slots ask for an action: see unity_vec_env.py.
+infos["final_obs"] by slot, and infos["is_success"] where the env tells. infos["ready"], where there is one, says which slots ask for an action: see
+unity_vec_env.py.
 """
 
 import difflib
@@ -94,9 +95,11 @@ class SyncEnvs:
         obs, rewards = np.empty((n, *self.single_observation_space.shape), np.float32), np.empty(n)
         terminated, truncated = np.empty(n, bool), np.empty(n, bool)
         for i, env in enumerate(self.envs):
-            observation, rewards[i], term, trunc, _ = env.step(actions[i])
+            observation, rewards[i], term, trunc, info = env.step(actions[i])
             if term or trunc:
                 infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
+                if "is_success" in info:
+                    infos.setdefault("is_success", {})[i] = info["is_success"]
                 self.episodes[i] = ({"random": env.unwrapped.np_random.bit_generator.state}, [])
                 observation, _ = env.reset()
             elif len(self.episodes[i][1]) < LONGEST:

@@ -236,14 +236,14 @@ def test_evaluation_takes_equally_many_episodes_of_every_agent():
             done = self.t % [1, 10, 100] == 0
             return np.zeros((3, 2), np.float32), np.ones(3), done, np.zeros(3, bool), {}
 
-    returns, lengths = ppo.evaluate(ppo.Agent(2, 1, ppo.Args(**SMALL)), Envs(), 9, 1)
+    returns, lengths, _ = ppo.evaluate(ppo.Agent(2, 1, ppo.Args(**SMALL)), Envs(), 9, 1)
     assert sorted(returns) == sorted(lengths) == [1] * 3 + [10] * 3 + [100] * 3
 
 
 def test_evaluation_on_a_scene_counts_decisions():
     agent = ppo.Agent(8, 2, ppo.Args(**SMALL))
     with ppo.closing(UnityVecEnv("3DBall", seed=3)) as envs:
-        returns, lengths = ppo.evaluate(agent, envs, 24, 3)
+        returns, lengths, _ = ppo.evaluate(agent, envs, 24, 3)
     assert len(returns) == 24
     np.testing.assert_allclose(returns, 0.1 * (lengths - 1) - 1, atol=1e-3)  # 0.1 a decision, -1 for the fall
 

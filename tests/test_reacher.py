@@ -12,8 +12,9 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ppo_continuous_multiagent as ppo
 from envs import cheap, reacher
-from envs.vector import SyncEnvs, film, make_env
+from envs.vector import SyncEnvs, film, make_env, make_vec_env
 
 IDS = ("Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0")
 every = pytest.mark.parametrize("env_id", IDS)
@@ -290,3 +291,87 @@ def test_it_comes_back_exactly(env_id):
     for k in range(130, 400):
         for a, b in zip(envs.step(actions[k])[:4], twin.step(actions[k])[:4], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+class Told(gym.Env):
+    """Episodes of 1, 2, 3, ... steps; every third is a success, and its other steps say the contrary."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (1,), np.float32), gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self):
+        self.episode = 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.left = self.episode + 1, self.episode + 1
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(1, np.float32), 0.0, self.left == 0, False, {"is_success": (self.episode % 3 == 0) == (self.left == 0)}
+
+
+def test_success_is_told_at_ends_by_slot():
+    envs = SyncEnvs([Told(), Told()])
+    envs.reset(seed=0)
+    envs.envs[1].left = 2
+    told = [envs.step(np.zeros((2, 1), np.float32))[-1].get("is_success") for _ in range(8)]
+    assert told == [{0: False}, {1: False}, {0: False}, {1: False}, None, {0: True}, {1: True}, None]
+
+
+def test_success_rate_is_logged_and_printed(monkeypatch, tmp_path, capsys):
+    """The share of the episodes that ended in the iteration. Of episodes 1 to 7, 2 are successes; of 8 to 10, one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "make_envs", lambda args, seed: (SyncEnvs([Told()]), "told"))
+    ppo.train(ppo.Args(env_id="Told", num_steps=28, total_timesteps=56, num_minibatches=1, update_epochs=1))
+    assert "success 33%" in capsys.readouterr().out
+    (folder,) = tmp_path.glob("runs/*")
+    scalars = EventAccumulator(str(folder), {"scalars": 0}).Reload().Scalars("charts/success_rate")
+    assert [(x.step, x.value) for x in scalars] == [(28, pytest.approx(2 / 7)), (56, pytest.approx(1 / 3))]
+    monkeypatch.setattr(sys, "argv", ["ppo", "--evaluate", str(folder), "--eval-episodes", "9"])
+    ppo.main()
+    assert capsys.readouterr().out.strip().endswith("; success 33.3%")
+
+
+def test_an_env_that_tells_no_success_has_no_rate(monkeypatch, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    ppo.train(ppo.Args(env_id="Hopper-v5", num_steps=64, total_timesteps=64, num_minibatches=1, update_epochs=1))
+    (folder,) = tmp_path.glob("runs/*")
+    assert "charts/success_rate" not in EventAccumulator(str(folder)).Reload().Tags()["scalars"]
+    monkeypatch.setattr(sys, "argv", ["ppo", "--evaluate", str(folder), "--eval-episodes", "2"])
+    ppo.main()
+    assert "success" not in capsys.readouterr().out
+
+
+@every
+def test_scripts_find_it_with_its_settings(env_id, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ppo, "train", seen.append)
+    for name in (env_id, f"envs:{env_id}"):
+        monkeypatch.setattr(sys, "argv", ["ppo", "--env-id", name])
+        ppo.main()
+        envs, how = make_vec_env(seen[-1].env_id, seen[-1].num_envs, 1)
+        assert envs.num_envs == 8 and seen[-1].gamma == 0.95 and "gymnasium" in how
+
+
+def success_rate(name, seed, num_envs, steps):
+    before = set(ppo.Path("runs").glob("*"))
+    settings = {**ppo.PRESETS["ReacherPlane-v0"], "num_envs": num_envs, "num_steps": 2048 // num_envs, "num_minibatches": 8, "hidden_sizes": (64, 64)}
+    ppo.train(ppo.Args(env_id="ReacherPlane-v0", seed=seed, exp_name=name, **{**settings, "total_timesteps": steps}))
+    (folder,) = set(ppo.Path("runs").glob("*")) - before
+    state = ppo.load(folder)[1]
+    agent = ppo.Agent(10, 2, ppo.Args(**state["args"]))
+    agent.load_state_dict(state["agent"])
+    return ppo.evaluate(agent, make_vec_env("ReacherPlane-v0", 8, 1)[0], 64, 1000)[2].mean()
+
+
+def test_eight_envs_learn_what_one_env_learns(monkeypatch, tmp_path):
+    """The same total of steps, and the same success rate within the spread of seeds. An easy variant: near is within 5 cm. The long one: benchmarks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reacher, "RADIUS", 0.05)
+    one, eight = ([success_rate(f"{n}-{seed}", seed, n, 2048 * 12) for seed in (1, 2, 3)] for n in (1, 8))
+    assert min(*one, *eight) > 0.5 and abs(np.mean(one) - np.mean(eight)) < 0.15, (one, eight)
