@@ -3,10 +3,13 @@
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1                                 or sb3-sac
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME       a run that is there already
+    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
+    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher2Dof-v0 --seeds 1 2 3 --label one-env --num-envs 1 --num-steps 2048
     python benchmarks/learning.py plot
 
 Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv: decisions, mean return and length of the episodes that ended in
-an iteration. The table gives each run's mean over its last tenth.
+an iteration, and their success rate if the env tells. The table gives each run's mean over its last tenth. --evaluate plays so many episodes with the
+saved policy, in a new process and with envs of another seed.
 """
 
 import argparse
@@ -30,12 +33,16 @@ TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; M
 }
 
 
-def run_script(script, env_id, seed, more):
+def run_script(script, env_id, seed, episodes, more):
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / script), "--env-id", env_id, "--seed", str(seed), *more]
         print(" ".join(command), flush=True)
         subprocess.run(command, cwd=folder, check=True)
-        return read_events(next(Path(folder, "runs").iterdir()))
+        (run,) = Path(folder, "runs").iterdir()
+        if episodes:
+            command = [sys.executable, str(ROOT / script), "--evaluate", str(run), "--eval-episodes", str(episodes), "--seed", str(seed + 1000)]
+            subprocess.run(command, cwd=folder, check=True)
+        return read_events(run)
 
 
 def read_events(folder):
@@ -43,7 +50,8 @@ def read_events(folder):
 
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
     returns, lengths = (events.Scalars(f"charts/episodic_{name}") for name in ("return", "length"))
-    return [(r.step, r.value, n.value) for r, n in zip(returns, lengths, strict=True)]
+    rates = [events.Scalars("charts/success_rate")] if "charts/success_rate" in events.Tags()["scalars"] else []
+    return [(row[0].step, *(x.value for x in row)) for row in zip(returns, lengths, *rates, strict=True)]
 
 
 def run_sb3(name, env_id, seed, total):
@@ -78,8 +86,8 @@ def run_sb3(name, env_id, seed, total):
     return rows
 
 
-def last_tenth(rows):
-    return np.mean([value for step, value, _ in rows if step > 0.9 * rows[-1][0]])
+def last_tenth(rows, column=1):
+    return np.mean([row[column] for row in rows if row[0] > 0.9 * rows[-1][0]])
 
 
 def plot():
@@ -91,7 +99,7 @@ def plot():
     curves = defaultdict(lambda: defaultdict(list))
     for path in sorted(RESULTS.glob("*.csv")):
         env_id, script, _ = path.stem.split(".")
-        picture = env_id if "ppo" in script else f"{env_id}.sac"  # of their own: SAC's runs are shorter
+        picture = f"{env_id}.sac" if "sac" in script else env_id  # of their own: SAC's runs are shorter
         with open(path) as file:
             curves[picture][script].append([tuple(map(float, row)) for row in list(csv.reader(file))[1:]])
     for picture, scripts in curves.items():
@@ -103,7 +111,8 @@ def plot():
                 smooth = np.convolve(values, np.ones(width) / width, "valid")
                 axes.plot(steps[width - 1 :], smooth, color=color, lw=1.2, alpha=0.8, label=script if k == 0 else None)
             ends = [last_tenth(rows) for rows in runs]
-            print(f"{picture:20} {script:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {' '.join(f'{e:.1f}' for e in ends)}")
+            rates = "   success " + " ".join(f"{last_tenth(rows, 3):.1%}" for rows in runs) if len(runs[0][0]) > 3 else ""
+            print(f"{picture:20} {script:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {' '.join(f'{e:.1f}' for e in ends)}{rates}")
         if picture in TARGETS:
             axes.axhline(TARGETS[picture][0], color="gray", ls=":", lw=1, label=TARGETS[picture][1])
         axes.set(title=picture.removesuffix(".sac"), xlabel="decisions", ylabel="return of training episodes")
@@ -121,6 +130,8 @@ def main():
     parser.add_argument("--env-id")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
+    parser.add_argument("--evaluate", type=int, help="play so many episodes with the saved policy")
+    parser.add_argument("--label", help="a name for the script's curve with these arguments")
     args, more = parser.parse_known_args()
     if args.what == "plot":
         return plot()
@@ -131,10 +142,12 @@ def main():
         elif args.what.startswith("sb3-"):
             rows = run_sb3(args.what, args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
         else:
-            rows = run_script(args.what, args.env_id, seed, more)
-        with open(RESULTS / f"{args.env_id}.{args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("decisions", "return", "length"), *((step, f"{r:.6g}", f"{n:.6g}") for step, r, n in rows)])
-        print(f"{args.env_id} seed {seed}: {last_tenth(rows):.1f} over the last tenth", flush=True)
+            rows = run_script(args.what, args.env_id, seed, args.evaluate, more)
+        with open(RESULTS / f"{args.env_id}.{args.label or args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
+            header = ("decisions", "return", "length", "success")[: len(rows[0])]
+            csv.writer(file).writerows([header, *((step, *(f"{x:.6g}" for x in values)) for step, *values in rows)])
+        success = f", success {last_tenth(rows, 3):.1%}," if len(rows[0]) > 3 else ""
+        print(f"{args.env_id} seed {seed}: {last_tenth(rows):.1f}{success} over the last tenth", flush=True)
 
 
 if __name__ == "__main__":
