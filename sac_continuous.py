@@ -144,6 +144,7 @@ class Args:
 
 # ML-Agents' official settings for its scenes; whatever the command line says wins. 3DBall's temperature starts at a tenth of the official one: its rewards
 # are small, and a random policy is worth nothing there.
+REACHER = dict(total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128, learning_rate=1e-3, gamma=0.95, hidden_sizes=(128, 128))
 PRESETS = {
     "3DBall": dict(
         total_timesteps=200_000, buffer_size=200_000, learning_starts=1_000, batch_size=64, updates_per_step=0.1, alpha=0.05, norm_obs=True,
@@ -153,6 +154,10 @@ PRESETS = {
         total_timesteps=5_000_000, buffer_size=500_000, learning_starts=5_000, updates_per_step=0.05, gamma=0.995, norm_obs=True,
         hidden_sizes=(512, 512, 512), activation="silu",
     ),
+    "Reacher2Dof-v0": REACHER,
+    "Reacher3Dof-v0": REACHER,
+    "Reacher6Dof-v0": REACHER,
+    "ReacherPlane-v0": REACHER,
 }  # fmt: skip
 
 
@@ -470,7 +475,8 @@ def scale(action, low, high):
 
 
 def evaluate(agent, envs, episodes, seed):
-    """Returns and lengths of each agent's first episodes, equally many of every agent: short ones don't crowd out the long. Nothing is sampled."""
+    """Returns, lengths and successes (nan where the env tells none) of each agent's first episodes, equally many of every agent: short ones don't crowd
+    out the long. Nothing is sampled."""
     policy, space, n = agent.policy(deterministic=True), envs.single_action_space, envs.num_envs
     left = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     opened, total, length, results = np.zeros(n, bool), np.zeros(n), np.zeros(n, int), []
@@ -490,7 +496,7 @@ def evaluate(agent, envs, episodes, seed):
         length[closed] += 1
         for slot in np.flatnonzero(done & closed):
             if left[slot]:
-                results.append((total[slot], length[slot]))
+                results.append((total[slot], length[slot], infos.get("is_success", {}).get(slot, math.nan)))
                 left[slot] -= 1
             total[slot], length[slot] = 0, 0
     return np.array(results).T
@@ -533,6 +539,7 @@ class Progress:
 
     def __init__(self, total, done):
         self.total, self.done, self.live, self.start, self.due = total, done, sys.stdout.isatty(), time.time(), 0.0
+        self.success = None  # share of the last episodes, where the env tells
 
     def show(self, steps, returns, seconds, restarts, last=False):
         now = time.time()
@@ -543,6 +550,7 @@ class Progress:
         shares = " ".join(f"{name} {x / sum(seconds.values()):3.0%}" for name, x in seconds.items())
         left = time.strftime("%H:%M:%S", time.gmtime(max(0, self.total - steps) / max(sps, 1e-9)))
         line = f"{steps:>10,} steps {steps / self.total:4.0%}  return {mean}  {sps:6.0f} SPS  {shares}  {left} left"
+        line += f"  success {self.success:.0%}" if self.success is not None else ""
         line += f"  {restarts} restart(s)" if restarts else ""
         print(f"\r{line}\033[K" if self.live else line, end="" if self.live and not last else "\n", flush=True)
 
@@ -744,7 +752,7 @@ def run(args, envs, how, resumed, stop):
     buffer.open(who, np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
     if args.capture_video and not resumed:
         show_policy()
-    metrics, returns, last_good, last = [], [], deepcopy((flat, optimizer)), False
+    metrics, returns, successes, last_good, last = [], [], [], deepcopy((flat, optimizer)), False
     start = time.perf_counter()
     while global_step < args.total_timesteps and not stop:
         if global_step < args.learning_starts:
@@ -789,6 +797,7 @@ def run(args, envs, how, resumed, stop):
             opened[closes] = False
         ended = closes[pick(terminated | truncated, closes)]
         finals = {slot: np.asarray(infos["final_obs"][slot], np.float32).ravel() for slot in ended}
+        successes += infos.get("is_success", {}).values()
         buffer.close(closes, pick(reward, closes), pick(terminated, closes), finals)
         buffer.open(who, np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
         episode_return[closes] += pick(reward, closes)
@@ -825,10 +834,12 @@ def run(args, envs, how, resumed, stop):
             recent = [float(r) for r, _ in returns]
             since_checkpoint += recent
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(returns, axis=0)
+        if successes:
+            scalars["charts/success_rate"] = progress.success = np.mean(successes)
         scalars |= {f"time/{name}": x / sum(seconds.values()) for name, x in seconds.items()}
         for name, x in scalars.items():
             writer.add_scalar(name, x, global_step)
-        metrics, returns = [], []
+        metrics, returns, successes = [], [], []
         progress.show(global_step, recent, seconds, getattr(envs, "restarts", 0), last)
         if last or global_step // args.checkpoint_interval > previous_step // args.checkpoint_interval:
             keep()
@@ -860,9 +871,10 @@ def use(args, path, state):
         there = math.prod(envs.single_observation_space.shape or [0]), math.prod(envs.single_action_space.shape or [0])
         if there != (obs_dim, action_dim):
             raise ValueError(f"{path} has {obs_dim} observations and {action_dim} actions, the env has {there[0]} and {there[1]}")
-        returns, lengths = evaluate(agent, envs, args.eval_episodes, args.seed)
+        returns, lengths, successes = evaluate(agent, envs, args.eval_episodes, args.seed)
     steps = f"after {state['global_step']:,} decisions, {len(returns)} episodes of {lengths.mean():.0f} decisions on average"
-    print(f"{path} {steps}: return {returns.mean():.2f} ± {returns.std():.2f}, from {returns.min():.2f} to {returns.max():.2f}")
+    print(f"{path} {steps}: return {returns.mean():.2f} ± {returns.std():.2f}, from {returns.min():.2f} to {returns.max():.2f}", end="")
+    print("" if np.isnan(successes).any() else f"; success {successes.mean():.1%}")
     if args.capture_video:
         video = path.parent / "videos" / "evaluation.mp4"
         video.parent.mkdir(exist_ok=True)
@@ -884,7 +896,7 @@ def main():
             path, state = load(saved[0])
             default = replace(Args(**state["args"]), resume=given.resume, evaluate=given.evaluate, export=given.export)
         else:
-            default = Args(env_id=env_id, **PRESETS.get(env_id, {}))
+            default = Args(env_id=env_id, **PRESETS.get(env_id.removeprefix("envs:"), {}))
             if given.unity_path == "editor" and default.num_players > 1:  # there is only one
                 default = replace(default, num_players=1)
         args = tyro.cli(Args, description=__doc__, default=default)
