@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -127,6 +128,15 @@ def call(script, monkeypatch, *line):
         time.sleep(1.1)  # TensorBoard takes event files in the order of their names, which have the second in them
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, line)])
     script.main()
+
+
+def assert_refused(script, line, match, folder):
+    """One line that says what is wrong, before any work starts."""
+    out = subprocess.run(
+        [sys.executable, script.__file__, *line.split()], cwd=folder, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(ROOT / "tests")}, timeout=120
+    )  # fmt: skip
+    assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
+    assert not (folder / "runs").exists()
 
 
 def stop_after(monkeypatch, where, name, times):

@@ -1,6 +1,5 @@
 """ppo_continuous_multiagent.py: parity with the real SB3, advantages, truncation, rows of mixed periods, determinism, bad input."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import ROOT, trajectories, watch
+from conftest import assert_refused, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -291,10 +290,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(spy):
     ],
 )
 def test_bad_input_is_one_line(line, match, tmp_path):
-    command = [sys.executable, str(ROOT / "ppo_continuous_multiagent.py"), *line.split()]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(ROOT / "tests")}, timeout=60)
-    assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
-    assert not (tmp_path / "runs").exists(), "before any work starts"
+    assert_refused(ppo, line, match, tmp_path)
 
 
 def test_presets_yield_to_the_command_line(monkeypatch):

@@ -1,6 +1,5 @@
 """sac_continuous.py: parity with the real SB3, the buffer against each agent's own transitions, overlap, and a run's life where it differs from PPO's."""
 
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import ROOT, call, curve, stop_after, train, trajectories, watch
+from conftest import assert_refused, call, curve, stop_after, train, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -399,7 +398,4 @@ def test_a_saved_policy_is_evaluated(monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_one_line(line, match, tmp_path):
-    command = [sys.executable, str(ROOT / "sac_continuous.py"), *line.split()]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(ROOT / "tests")}, timeout=60)
-    assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
-    assert not (tmp_path / "runs").exists(), "before any work starts"
+    assert_refused(sac, line, match, tmp_path)
