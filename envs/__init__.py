@@ -1,7 +1,23 @@
-"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes."""
+"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes; a task in pixels."""
 
-SCENES = ("3DBall", "Crawler", "Mixed")
+import os
+import sys
+
+import gymnasium as gym
+
+SCENES = ("3DBall", "Crawler", "GridWorld", "Mixed")
 """ids of the bundled scenes"""
+
+for name, kwargs in {"": {}, "Discrete": {"actions": "discrete"}, "MultiDiscrete": {"actions": "multidiscrete"}, "Dict": {"vector": True}}.items():
+    gym.register(f"DummyPixels{name}-v0", entry_point="envs.dummy:DummyPixels", kwargs=kwargs, max_episode_steps=50)
+
+NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
+
+
+def choose_gl():
+    """Before MuJoCo's first picture, best before it is imported: without a display it can draw through EGL."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
 
 
 def cheap(model):
