@@ -27,6 +27,7 @@ if __name__ == "__main__":
 from envs import NEEDS_GL, cheap, choose_gl  # noqa: E402
 from envs.vector import LONGEST, SyncEnvs, find  # noqa: E402
 
+CAMERAS = {"Reacher": {"distance": 0.62, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
 SMALL = 256  # pixels: films of smaller images are enlarged
 
 
@@ -42,6 +43,8 @@ def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, ac
             raise ValueError(f"--from-pixels renders MuJoCo's envs, and {env_id} is none of gymnasium's")
         choose_gl()
         kwargs |= {"render_mode": "rgb_array", "width": image_size, "height": image_size}
+        if spec.name in CAMERAS:
+            kwargs["default_camera_config"] = CAMERAS[spec.name]
     try:
         env = gym.make(spec, disable_env_checker=True, **kwargs)
         if from_pixels:
@@ -248,9 +251,13 @@ class PixelEnvs:
 
     def _ask(self, what, each=None):
         """All workers at the same time."""
-        for i, worker in enumerate(self.workers):
-            worker.send([what, each[i] if each else None])
-        return [worker.receive() for worker in self.workers]
+        try:
+            for i, worker in enumerate(self.workers):
+                worker.send([what, each[i] if each else None])
+            return [worker.receive() for worker in self.workers]
+        except BaseException:  # an answer may be half read: there is no way back
+            self.close()
+            raise
 
     def _obs(self):
         return {name: self.arrays[f"obs.{name}"] for name in self.single_observation_space.spaces}
@@ -264,7 +271,7 @@ class PixelEnvs:
 
     def step(self, actions):
         self.arrays["actions"][:] = actions
-        if self.workers:
+        if self.num_workers:
             self._ask("step")
         else:
             self.group.step()
@@ -277,7 +284,9 @@ class PixelEnvs:
         return self._obs(), rewards, terminated, truncated, infos
 
     def state(self):
-        """As SyncEnvs has it."""
+        """As SyncEnvs has it. None, too, when a worker has died."""
+        if self.num_workers and not self.workers:
+            return None
         if not self.workers:
             return self.group.state()
         states = self._ask("state")

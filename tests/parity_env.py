@@ -1,7 +1,9 @@
-"""A small deterministic task whose episodes end in both ways: registered as parity_env:Parity-v0."""
+"""Small deterministic tasks whose episodes end in both ways: registered as parity_env:Parity-v0 and, seen as images, parity_env:ParityPixels-v0."""
 
 import gymnasium as gym
 import numpy as np
+
+from envs.dummy import DummyPixels
 
 
 class Parity(gym.Env):
@@ -60,7 +62,19 @@ class BadReward(Parity):
         return obs, float("nan"), *rest
 
 
+class ParityPixels(DummyPixels):
+    """The dot's task, which also ends at the left edge."""
+
+    def step(self, action):
+        assert self.actions != "continuous" or self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+        obs, reward, terminated, *rest = super().step(action)
+        return obs, reward, terminated or self.x < 6, *rest
+
+
 gym.register("Parity-v0", Parity, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
+for kind in ("", "Discrete", "MultiDiscrete"):
+    gym.register(f"ParityPixels{kind}-v0", ParityPixels, kwargs={"actions": kind.lower() or "continuous", "size": 36}, max_episode_steps=7)
+gym.register("ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7)
