@@ -167,8 +167,10 @@ class Args:
     """log std of the actions at the start"""
 
 
-# ML-Agents' official settings for its scene, but for larger batches; whatever the command line says wins.
+# Whatever the command line says wins. GridWorld: ML-Agents' official settings, but for larger batches.
+DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
 PRESETS = {
+    **{f"DummyPixels{kind}-v0": DUMMY for kind in ("", "Discrete", "MultiDiscrete", "Dict")},
     "GridWorld": dict(total_timesteps=200_000, num_envs=1, num_steps=64, num_minibatches=9, update_epochs=3, gamma=0.9, ent_coef=5e-3, features=128),
 }
 

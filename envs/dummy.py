@@ -11,7 +11,7 @@ The reward is the way that has come closer, in images, and 1 on the target, wher
 import gymnasium as gym
 import numpy as np
 
-SPEED, DOT, TARGET = 4, 2, 4  # pixels a step; half the sides of the squares
+SPEED, DOT, TARGET = 5, 3, 5  # pixels a step; half the sides of the squares
 GROUND, GREEN, WHITE = (np.array(color, np.uint8) for color in ((30, 30, 40), (40, 180, 90), (240, 240, 240)))
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
 

@@ -1,5 +1,7 @@
 """What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's run, and SB3's beside it."""
 
+import os
+import signal
 import socket
 import sys
 import threading
@@ -141,6 +143,19 @@ def spy_on(script, monkeypatch, tmp_path, small):
         return seen
 
     return run
+
+
+def stop_after(monkeypatch, script, iterations):
+    """SIGTERM in the middle of an iteration."""
+    gae, calls = script.gae, []
+
+    def counted(*args):
+        calls.append(None)
+        if len(calls) == iterations:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gae(*args)
+
+    monkeypatch.setattr(script, "gae", counted)
 
 
 def learn_with_sb3(model, names, iterations, callback=None):

@@ -17,7 +17,7 @@ import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import needs_gl
+from conftest import needs_gl, stop_after
 
 import ppo_continuous_multiagent as ppo
 from envs.vector import SyncEnvs, film, make_env
@@ -45,19 +45,6 @@ def call(monkeypatch, *line):
     ppo.main()
 
 
-def stop_after(monkeypatch, iterations):
-    """SIGTERM in the middle of an iteration."""
-    gae, calls = ppo.gae, []
-
-    def counted(*args):
-        calls.append(None)
-        if len(calls) == iterations:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return gae(*args)
-
-    monkeypatch.setattr(ppo, "gae", counted)
-
-
 def weights(folder):
     return ppo.load(folder)[1]["agent"]
 
@@ -78,7 +65,7 @@ def test_resume_equals_uninterrupted(monkeypatch, num_envs, capsys):
     settings = dict(num_envs=num_envs, total_timesteps=64 * num_envs * 8)
     whole = train(**settings)
     with monkeypatch.context() as patch:
-        stop_after(patch, 3)
+        stop_after(patch, ppo, 3)
         part = train(**settings)
     state = ppo.load(part)[1]
     assert state["iteration"] == 3 and any(state["episodes"][2]), "stopped after the iteration, within an episode"
