@@ -8,7 +8,7 @@
 
 What images change in ppo_continuous_multiagent.py, which explains the rest:
  - An image is stored once, as uint8. A row's observation is the numbers of its last --frame-stack images, which are stacked and scaled when it is used.
- - One encoder an image, channels last; vectors, normalised, join after it; one layer that policy and value share. Values and log-probs are kept from acting.
+ - One encoder an image, channels last; vectors, normalised, join after it; policy and value share all layers but the last. Values and log-probs are kept from acting.
  - Discrete actions: a head for each branch. A choice that Unity's mask forbids has probability 0, when it is sampled and when it is learned from.
  - The exported model takes an image as float (batch, channel, height, width) from 0 to 1, an input for each sensor in Unity's order: so have the models that
    ML-Agents itself exports, for Barracuda (package 2.x, though its sensors send height, width, channel) and for Sentis (3.x, whose sensors have the channels first). The
@@ -25,7 +25,8 @@ What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at
  7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
  8. Adam and the gradient's norm work on one flat vector, images are laid out with the channels last, and GAE is in double precision:
     sums in another order, so parity with SB3 holds to rounding and not to the bit.
- 9. SB3's MultiInputPolicy has a layer behind each image and two for each head. Here all that is seen goes into one layer, which with one image is SB3's CnnPolicy.
+ 9. With one image and nothing else the network is SB3's CnnPolicy. Several images, or images and vectors, go into one more layer together, where SB3's
+    MultiInputPolicy has two of 64 for the policy and two for the value.
 """
 
 import os
@@ -162,16 +163,16 @@ class Args:
     encoder: Literal["nature", "impala"] = "nature"
     """three convolutions, as SB3's CnnPolicy has, or IMPALA's residual network"""
     features: int = 512
-    """width of the layer after the encoder, which policy and value share"""
+    """width of the layer behind an encoder, and of the one where several images and vectors come together"""
     logstd_init: float = 0.0
     """log std of the actions at the start"""
 
 
-# Whatever the command line says wins. GridWorld: ML-Agents' official settings, but for larger batches.
+# Whatever the command line says wins. GridWorld has the discount and entropy bonus of ML-Agents' official settings.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
 PRESETS = {
     **{f"DummyPixels{kind}-v0": DUMMY for kind in ("", "Discrete", "MultiDiscrete", "Dict")},
-    "GridWorld": dict(total_timesteps=200_000, num_envs=1, num_steps=64, num_minibatches=9, update_epochs=3, gamma=0.9, ent_coef=5e-3, features=128),
+    "GridWorld": dict(total_timesteps=200_000, learning_rate=1e-3, num_steps=128, num_minibatches=9, gamma=0.9, ent_coef=5e-3, features=256),
 }
 
 
@@ -186,7 +187,7 @@ def unity_settings(args):
 
 def make_envs(args, seed):
     if args.unity_path or args.env_id in SCENES:
-        return make_vec_env(args.env_id, 1, seed, args.unity_path, **unity_settings(args))
+        return make_vec_env(args.env_id, 1, seed, args.unity_path, no_graphics=False, **unity_settings(args))  # else Unity's cameras see nothing
     settings = {key: getattr(args, key) for key in ("from_pixels", "image_size", "grayscale", "action_repeat")}
     how = f"{args.num_envs} gymnasium env(s), " + (f"in {args.num_workers} workers" if args.num_workers else "one after another")
     return PixelEnvs(args.env_id, args.num_envs, args.num_workers, **settings), how
@@ -271,10 +272,13 @@ class Agent(nn.Module):
         if not self.branches:
             self.actor_logstd = nn.Parameter(torch.full((spec["continuous"],), args.logstd_init))
         shapes = [(spec["stack"] * channels, height, width) for height, width, channels in spec["images"].values()]
-        self.encoders = nn.ModuleList(make(shape[0]) for shape in shapes)
-        with torch.no_grad():
-            size = sum(encoder(torch.zeros(1, *shape)).numel() for encoder, shape in zip(self.encoders, shapes, strict=True))
-        self.trunk = nn.Sequential(layer_init(nn.Linear(size + spec["vector"], args.features)), nn.ReLU())
+        self.encoders = nn.ModuleList(nn.Sequential(*make(shape[0]), nn.Flatten()) for shape in shapes)
+        for encoder, shape in zip(self.encoders, shapes, strict=True):
+            size = encoder(torch.zeros(1, *shape)).shape[1]
+            encoder.extend([layer_init(nn.Linear(size, args.features)), nn.ReLU()])
+        size, self.trunk = len(shapes) * args.features + spec["vector"], nn.Identity()  # SB3 differs (9)
+        if size > args.features:
+            self.trunk = nn.Sequential(layer_init(nn.Linear(size, args.features)), nn.ReLU())
         self.actor = layer_init(nn.Linear(args.features, sum(self.branches) or spec["continuous"]), std=0.01)
         self.critic = layer_init(nn.Linear(args.features, 1), std=1.0)
         self.obs_rms = Normalizer(spec["vector"])
@@ -286,8 +290,8 @@ class Agent(nn.Module):
 
     def encode(self, images, vector):
         """images: uint8 (batch, channel, height, width), in memory with the channels last."""
-        parts = [encoder(image.float() / 255).flatten(1) for encoder, image in zip(self.encoders, images, strict=True)]
-        return self.trunk(torch.cat([*parts, self.normalize(vector)], 1) if vector.shape[1] else parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        parts = [encoder(image.float() / 255) for encoder, image in zip(self.encoders, images, strict=True)]
+        return self.trunk(torch.cat([*parts, self.normalize(vector)], 1) if isinstance(self.trunk, nn.Sequential) else parts[0])
 
     def choices(self, x, mask):
         """Log-probs of each branch's choices."""
@@ -559,7 +563,7 @@ class Exported(nn.Module):
     def forward(self, *inputs):
         agent, sensors = self.agent, dict(zip(range(len(self.spec["sensors"])), inputs, strict=False))
         images = {name: sensors[i] for i, name in enumerate(self.spec["sensors"]) if isinstance(name, str)}
-        parts = [encoder(images[name]).flatten(1) for name, encoder in zip(self.spec["images"], agent.encoders, strict=True)]
+        parts = [encoder(images[name]) for name, encoder in zip(self.spec["images"], agent.encoders, strict=True)]
         vectors = [sensors[i] for i, size in enumerate(self.spec["sensors"]) if not isinstance(size, str)]
         if vectors:
             parts.append(agent.normalize(torch.cat(vectors, 1)))
@@ -783,7 +787,6 @@ def run(args, envs, how, resumed, stop):
     seen = look()
     opened = np.zeros(n, bool)  # has its action and waits for what comes of it
     open_rows = blank(0)  # of the last iteration
-    progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
     if args.compile:
         start = time.time()
         torch.set_num_threads(learn_threads)  # torch compiles anew when it changes
@@ -791,6 +794,7 @@ def run(args, envs, how, resumed, stop):
         images = stacked(frames.images(device), torch.zeros((minibatch_size, spec["stack"]), dtype=int, device=device))
         update(flat, *optimizer, torch.zeros((), device=device), torch.arange(minibatch_size, device=device), images, *example)
         print(f"Compiled the update in {time.time() - start:.1f} s", flush=True)
+    progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
     if args.capture_video and not resumed:
         show_policy()
     start = time.perf_counter()

@@ -2,11 +2,13 @@
 
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py ppo_pixel.py --env-id Reacher-v5 --seeds 1 2 3 --from-pixels --num-workers 2
+    python benchmarks/learning.py sb3-ppo-pixel --env-id Reacher-v5 --seeds 1 2 3 --from-pixels
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME       a run that is there already
     python benchmarks/learning.py plot
 
-Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv: decisions, mean return and length of the episodes that ended in
-an iteration. The table gives each run's mean over its last tenth.
+Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels ENV-pixels.SCRIPT.SEED.csv: decisions, mean return and
+length of the episodes that ended in an iteration. The table gives each run's mean over its last tenth.
 """
 
 import argparse
@@ -46,13 +48,13 @@ def read_events(folder):
     return [(r.step, r.value, n.value) for r, n in zip(returns, lengths, strict=True)]
 
 
-def run_sb3_ppo(env_id, seed, total):
-    """SB3's PPO with the settings of ppo_continuous_multiagent.py: its own defaults, VecNormalize, and a falling learning rate."""
+def run_sb3(what, env_id, seed, more):
+    """SB3's PPO with the settings of our scripts: VecNormalize, half its weight of the value loss, and a falling learning rate."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
     rows = []
 
@@ -70,9 +72,34 @@ def run_sb3_ppo(env_id, seed, total):
             if self.num_timesteps % 40960 == 0:
                 print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}" if rows else "", flush=True)
 
-    torch.set_num_threads(1)
-    envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
-    PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu").learn(total, callback=Log())
+    if what == "sb3-ppo":
+        torch.set_num_threads(1)
+        total = int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000
+        envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
+        model = PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu")
+    else:
+        sys.path.insert(0, str(ROOT))
+        import gymnasium as gym
+        import tyro
+
+        from envs.pixels import make_pixel_env
+        from ppo_pixel import PRESETS, Args
+
+        args = tyro.cli(Args, default=Args(env_id=env_id, **PRESETS.get(env_id, {})), args=more)
+
+        def make():
+            env = make_pixel_env(env_id, args.from_pixels, args.image_size, args.grayscale, args.action_repeat)
+            return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], env.observation_space["image"])
+
+        envs, total = make_vec_env(make, args.num_envs, seed=seed), args.total_timesteps
+        stack = args.frame_stack or (3 if args.from_pixels else 1)
+        envs = VecNormalize(VecFrameStack(envs, stack) if stack > 1 else envs, norm_obs=False, gamma=args.gamma)
+        model = PPO(
+            "CnnPolicy", envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.num_steps, n_epochs=args.update_epochs, gamma=args.gamma,
+            batch_size=args.num_envs * args.num_steps // args.num_minibatches, gae_lambda=args.gae_lambda, clip_range=args.clip_coef,
+            ent_coef=args.ent_coef, vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, seed=seed, device="cpu",
+        )  # fmt: skip
+    model.learn(total, callback=Log())
     return rows
 
 
@@ -114,7 +141,7 @@ def plot():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, or plot")
+    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, sb3-ppo-pixel, or plot")
     parser.add_argument("--env-id")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
@@ -125,11 +152,12 @@ def main():
     for seed in args.seeds:
         if args.run:
             rows = read_events(args.run)
-        elif args.what == "sb3-ppo":
-            rows = run_sb3_ppo(args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
+        elif args.what in ("sb3-ppo", "sb3-ppo-pixel"):
+            rows = run_sb3(args.what, args.env_id, seed, more)
         else:
             rows = run_script(args.what, args.env_id, seed, more)
-        with open(RESULTS / f"{args.env_id}.{args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
+        name = args.env_id + "-pixels" * ("--from-pixels" in more)
+        with open(RESULTS / f"{name}.{args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
             csv.writer(file).writerows([("decisions", "return", "length"), *((step, f"{r:.6g}", f"{n:.6g}") for step, r, n in rows)])
         print(f"{args.env_id} seed {seed}: {last_tenth(rows):.1f} over the last tenth", flush=True)
 

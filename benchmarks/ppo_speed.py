@@ -55,9 +55,9 @@ def python(*args):
     return out.stdout
 
 
-def ours(*args):
+def ours(*args, script="ppo_continuous_multiagent.py"):
     """Steps per second and the share of acting, of the run's last line."""
-    out = python(ROOT / "ppo_continuous_multiagent.py", *args)
+    out = python(ROOT / script, *args)
     for line in re.findall(r"Compiled.*", out):
         print(f"    ({line})")
     return float(re.findall(r"(\d+) SPS", out)[-1]), int(re.findall(r"act +(\d+)%", out)[-1])

@@ -1,8 +1,8 @@
-"""GridWorld of Unity ML-Agents: nine agents, each on a board of its own, walk to the green plus or to the red cross, whichever they are told, and not to the other.
+"""GridWorld of Unity ML-Agents: nine agents, each on a board of its own, walk to the green plus and not to the red cross.
 
-An agent sees its board from above and a goal of two numbers, which of the two it is. It decides in every fixed step: stay, up, down, left, right; the mask
-forbids steps into a wall. 1 and the end on the goal, -1 and the end on the other one, -0.01 a step. The boards are drawn flat, in Unity's size and with about
-its colours: a network trained here has not seen Unity's light.
+An agent sees its board from above, and nothing else. It decides in every fixed step: stay, up, down, left, right; the mask forbids steps into a wall. 1 and the
+end on the plus, -1 and the end on the cross, -0.01 a step. The boards are drawn flat, in Unity's size and with about its colours: a network trained here
+has not seen Unity's light. Newer packages also tell the agent which of the two is the goal; here it is always the plus, as it was before.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ FLOOR, LINE, BLUE, GREEN, RED = ((200, 200, 200), (150, 150, 150), (50, 90, 220)
 
 
 class GridWorld:
-    behavior, sensors, continuous, branches = "GridWorld?team=0", [("CameraSensor", (HEIGHT, WIDTH, 3)), ("VectorSensor_size2", 2)], 0, (5,)
+    behavior, sensors, continuous, branches = "GridWorld?team=0", [("CameraSensor", (HEIGHT, WIDTH, 3))], 0, (5,)
     num_agents = 9
     period, offset, between, max_step = 1, 0, True, 100
     dt, film_fps = 0.02, 5
@@ -21,16 +21,15 @@ class GridWorld:
     def __init__(self, num_agents, seed, parameters):
         self.num_agents, self.rng, self.parameters = num_agents, np.random.default_rng(seed), parameters
         self.places = np.zeros((num_agents, 3, 2), int)  # column and row of the plus, the cross, the agent
-        self.goal, self.size = np.zeros(num_agents, int), np.zeros(num_agents, int)
+        self.size = np.zeros(num_agents, int)
 
     def begin(self, who):
         for agent in who:
             size = self.size[agent] = max(2, int(self.parameters.get("gridSize", 5)))
             self.places[agent] = np.stack(np.divmod(self.rng.choice(size * size, 3, replace=False), size), 1)
-            self.goal[agent] = self.rng.integers(2)
 
     def observe(self, who):
-        return [np.stack([self.picture(agent) for agent in who]), np.eye(2, dtype=np.float32)[self.goal[who]]]
+        return [np.stack([self.picture(agent) for agent in who])]
 
     def mask(self, who):
         """True where a choice is forbidden."""
@@ -44,7 +43,7 @@ class GridWorld:
         for agent in who:
             found = np.flatnonzero((self.places[agent, :2] == self.places[agent, 2]).all(1))
             if len(found):
-                self.academy.reward[agent] = 1 if found[0] == self.goal[agent] else -1
+                self.academy.reward[agent] = (1, -1)[found[0]]
                 self.academy.end(np.array([agent]))
 
     def update(self):
@@ -70,12 +69,10 @@ class GridWorld:
         return picture
 
     def film(self, height, width):
-        """All boards in a square, with the goal's colour beside each."""
+        """All boards in a square."""
         columns = int(np.ceil(np.sqrt(self.num_agents)))
         rows, scale = -(-self.num_agents // columns), max(1, min(height // HEIGHT, width // WIDTH) // columns)
         wall = np.zeros((rows * HEIGHT, columns * WIDTH, 3), np.uint8)
         for agent in range(self.num_agents):
-            picture = self.picture(agent)
-            picture[2:8, 2:8] = (GREEN, RED)[self.goal[agent]]
-            wall[agent // columns * HEIGHT :, agent % columns * WIDTH :][:HEIGHT, :WIDTH] = picture
+            wall[agent // columns * HEIGHT :, agent % columns * WIDTH :][:HEIGHT, :WIDTH] = self.picture(agent)
         return wall.repeat(scale, 0).repeat(scale, 1)

@@ -47,25 +47,28 @@ def observations(seen, rows):
 @pytest.mark.parametrize("kind", ["", "Discrete", "MultiDiscrete"])
 @pytest.mark.parametrize("num_envs", [1, 4])
 def test_parity_with_sb3(spy, monkeypatch, num_envs, kind):
-    """With a small learning rate: where a ReLU's input passes through 0, rounding decides, and Adam makes a whole step of it."""
+    """With a small learning rate: where a ReLU's input passes through 0, rounding decides, and Adam makes a whole step of it. But nearly all weights agree closely."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
 
     iterations, steps = 5, 128 // num_envs
     venv = make_vec_env(f"ParityPixels{kind}-v0", num_envs, seed=3)
-    model = PPO("CnnPolicy", venv, n_steps=steps, batch_size=64, n_epochs=2, learning_rate=1e-4, gamma=0.97, ent_coef=0.01, seed=3, device="cpu")
+    model = PPO("CnnPolicy", venv, n_steps=steps, batch_size=64, n_epochs=2, learning_rate=3e-5, gamma=0.97, ent_coef=0.01, seed=3, device="cpu")
     names = {f"encoders.0.{i}": f"features_extractor.cnn.{i}" for i in (0, 2, 4)}
-    names |= {"actor_logstd": "log_std", "trunk.0": "features_extractor.linear.0", "actor": "action_net", "critic": "value_net"}
+    names |= {"actor_logstd": "log_std", "encoders.0.7": "features_extractor.linear.0", "actor": "action_net", "critic": "value_net"}
     first, initial, final = learn_with_sb3(model, names, iterations)
     start_like_sb3(ppo, monkeypatch, initial)
     seen = spy(
         env_id=f"parity_env:ParityPixels{kind}-v0", num_envs=num_envs, num_steps=steps, num_minibatches=2, update_epochs=2, total_timesteps=iterations * 128,
-        features=512, learning_rate=1e-4, gamma=0.97, ent_coef=0.01, vf_coef=1.0, anneal_lr=False, norm_reward=False, seed=3,
+        features=512, learning_rate=3e-5, gamma=0.97, ent_coef=0.01, vf_coef=1.0, anneal_lr=False, norm_reward=False, seed=3,
     )  # fmt: skip
     _, _, _, actions, logprobs, advantages, returns, values = seen.batches[0]
     ours = dict(observations=observations(seen, 128), actions=actions.numpy(), log_probs=logprobs.numpy(), values=values.numpy())
     ours |= dict(advantages=advantages.numpy(), returns=returns.numpy())
-    assert_parity(seen, ours, first, initial, final, num_envs, 0.97, moved=2e-4)
+    assert_parity(seen, ours, first, initial, final, num_envs, 0.97, moved=3e-5)
+    learned = seen.agent.state_dict()
+    for key, value in final.items():
+        assert np.quantile(abs(learned[key] - value), 0.99) < 1e-6, key
 
 
 # Frames
@@ -155,9 +158,9 @@ def test_gradients_do_not_pass_through_masked_choices():
 def test_the_mask_of_a_scene_arrives(spy):
     """GridWorld's walls: no row of the batch has an action that its mask forbids, and there are such masks."""
     seen = spy(env_id="GridWorld", num_envs=1, num_steps=16, num_minibatches=2, total_timesteps=144)
-    _, vectors, masks, actions, *_ = seen.batches[0]
+    _, _, masks, actions, *_ = seen.batches[0]
     assert masks.gather(1, actions).all() and 0.05 < (~masks).float().mean() < 0.5
-    assert masks[:, 0].all() and set(vectors.unique().tolist()) == {0.0, 1.0}, "staying is always allowed; the goal is one of two"
+    assert masks[:, 0].all(), "staying is always allowed"
 
 
 # Agents that decide at their own pace
@@ -179,6 +182,16 @@ def test_rows_of_agents_that_do_not_wait(spy, scripted, monkeypatch):
     rewards, values, following, goes_on = (np.array(x) for x in seen.gae[0][:4])
     assert rewards.tolist() == [1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 0] and goes_on.sum() == 7
     np.testing.assert_allclose(following[[0, 1, 2, 3, 4, 5, 7, 8, 9]], values[[1, 2, 3, 4, 5, 6, 8, 9, 10]])
+
+
+def test_unity_gets_graphics(tmp_path, monkeypatch):
+    """A build that is started with -nographics has blind cameras."""
+    build = tmp_path / "Build.x86_64"
+    build.write_text(f"#!{sys.executable}\nimport pathlib, sys\npathlib.Path(__file__).with_name('args').write_text(' '.join(sys.argv[1:]))\n")
+    build.chmod(0o755)
+    with pytest.raises(ppo.UnityPlayerError, match="exit code 0"):
+        ppo.make_envs(ppo.Args(unity_path=str(build), player_args=("--mine",), max_restarts=0), 1)
+    assert (tmp_path / "args").read_text().split()[:2] == ["--mine", "--mlagents-port"]
 
 
 # Networks
@@ -387,7 +400,7 @@ def test_exported_policy_equals_the_agent(encoder, monkeypatch, tmp_path):
     spec = {"images": {"Camera": (40, 48, 3)}, "stack": 2, "vector": 5, "continuous": 2, "branches": [], "sensors": [2, "Camera", 3]}
     network = ppo.Agent(spec, ppo.Args(encoder=encoder, features=32))
     network.obs_rms.update(3 * torch.randn(100, 5) + 1)
-    torch.nn.init.normal_(network.actor.weight)
+    torch.nn.init.normal_(network.actor.weight, std=0.1)
     session, inputs, model = exported(spec, network, low=-torch.ones(1, 2), high=torch.ones(1, 2))
     assert inputs == {"obs_0": ["batch", 2], "obs_1": ["batch", 6, 40, 48], "obs_2": ["batch", 3]} and model.opset_import[0].version == 9
     images, vector = torch.randint(0, 256, (20, 6, 40, 48), dtype=torch.uint8), torch.randn(20, 5)
@@ -423,7 +436,7 @@ def test_export_of_a_scene_has_its_sensors(spy, monkeypatch):
     (folder,) = Path("runs").iterdir()
     monkeypatch.setattr(sys, "argv", ["ppo_pixel.py", "--export", str(folder)])
     ppo.main()
-    assert [value.name for value in onnx.load(folder / "policy.onnx").graph.input] == ["obs_0", "obs_1", "action_masks"]
+    assert [value.name for value in onnx.load(folder / "policy.onnx").graph.input] == ["obs_0", "action_masks"]
 
 
 # Bad input
