@@ -7,8 +7,9 @@
     python ppo_pixel.py --evaluate runs/NAME --capture-video                                also --resume runs/NAME, --export runs/NAME
 
 What images change in ppo_continuous_multiagent.py, which explains the rest:
- - An image is stored once, as uint8. A row's observation is the numbers of its last --frame-stack images, which are stacked and scaled when it is used.
- - One encoder an image, channels last; vectors, normalised, join after it; policy and value share all layers but the last. Values and log-probs are kept from acting.
+ - An image is stored once, as uint8. A row's observation is the numbers of its last --frame-stack images: they are stacked and scaled when it is used.
+ - One encoder an image, channels last; vectors, normalised, join after it; policy and value share all layers but the last. Values and log-probs
+   are kept from acting.
  - Discrete actions: a head for each branch. A choice that Unity's mask forbids has probability 0, when it is sampled and when it is learned from.
  - The exported model takes an image as float (batch, channel, height, width) from 0 to 1, an input for each sensor in Unity's order: so have the models that
    ML-Agents itself exports, for Barracuda (package 2.x, though its sensors send height, width, channel) and for Sentis (3.x, whose sensors have the channels first). The
@@ -58,7 +59,7 @@ import tyro
 from torch.func import functional_call
 
 from envs import SCENES
-from envs.pixels import Filmed, PixelEnvs, WorkerDied
+from envs.pixels import Filmed, PixelEnvs, WorkerDied, is_mujocos
 from envs.vector import FILM_STEPS, make_vec_env
 from unity_vec_env import UnityPlayerError
 
@@ -198,19 +199,21 @@ def describe(args, envs):
     seen, action = envs.single_observation_space, envs.single_action_space
     images = {name: space.shape for name, space in getattr(seen, "spaces", {}).items() if name != "vector"}
     if not images:
-        way = "; --from-pixels renders it" if args.env_id not in SCENES and not args.unity_path else ""
-        raise ValueError(f"{args.env_id} has no images in its observations {seen}: ppo_continuous_multiagent.py takes vectors{way}")
-    if not isinstance(action, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)) or (isinstance(action, gym.spaces.MultiDiscrete) and len(action.shape) > 1):
+        other = "ppo_continuous_multiagent.py takes vectors" if isinstance(action, gym.spaces.Box) else "no script here takes vectors with discrete actions"
+        way = "; --from-pixels renders it" if hasattr(envs, "num_workers") and is_mujocos(args.env_id) else ""
+        raise ValueError(f"{args.env_id} has no images in its observations {seen}: {other}{way}")
+    if not isinstance(action, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         raise ValueError(f"{args.env_id} has actions {action}: this script takes either continuous or discrete ones")
     smallest = {"nature": 36, "impala": 8}[args.encoder]
     for name, (height, width, _) in images.items():
         if min(height, width) < smallest:
             raise ValueError(f"{name} is {height} x {width}: --encoder {args.encoder} takes {smallest} x {smallest} and more")
-    branches = action.nvec.tolist() if isinstance(action, gym.spaces.MultiDiscrete) else [int(action.n)] if isinstance(action, gym.spaces.Discrete) else []
+    branches = np.ravel(getattr(action, "nvec", getattr(action, "n", []))).astype(int).tolist()
     vector = seen["vector"].shape[0] if "vector" in seen.spaces else 0
     sensors = getattr(envs, "sensors", [*images, *[vector] * (vector > 0)])  # in Unity's order: sizes of the vector sensors, names of the images
     stack = args.frame_stack or (3 if args.from_pixels else 1)
-    return {"images": images, "stack": stack, "vector": vector, "continuous": 0 if branches else math.prod(action.shape), "branches": branches, "sensors": sensors}
+    spec = {"images": images, "stack": stack, "vector": vector, "sensors": sensors}
+    return spec | {"continuous": 0 if branches else math.prod(action.shape), "branches": branches}
 
 
 class Normalizer(nn.Module):
@@ -337,7 +340,7 @@ class Agent(nn.Module):
 
 
 class Frames:
-    """Every image once. An observation is the numbers of its images, the newest last; where an episode has fewer, its first image stands for the missing ones."""
+    """Every image once. An observation is the numbers of its images, the newest last; an episode's first image stands for those before it."""
 
     def __init__(self, spec, n, capacity):
         self.store = {name: np.empty((capacity, *shape), np.uint8) for name, shape in spec["images"].items()}
@@ -498,7 +501,7 @@ def to_env(action, space):
     """Actions as the env takes them: clipped, or counted from where the space begins."""
     if isinstance(space, gym.spaces.Box):
         return np.minimum(np.maximum(action, space.low.ravel()), space.high.ravel())
-    return action + space.start
+    return action + np.ravel(space.start)
 
 
 def evaluate(agent, envs, spec, episodes, seed, steps=math.inf):

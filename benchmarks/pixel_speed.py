@@ -109,7 +109,8 @@ def main():
         turns(f"{n} envs, SB3", args.rounds, rungs["+ training"], lambda: float(python("-c", SB3, n, steps, "learns")), 1.4)
         turns(f"{n} envs, collecting alone, SB3", args.rounds, rungs["+ storage and advantage"], lambda: float(python("-c", SB3, n, steps, "collects")), 3)
     cheetah = ["--env-id", "HalfCheetah-v5", "--from-pixels", "--num-workers", 2, "--update-epochs", 0, "--total-timesteps", args.iterations * 2048]
-    turns("HalfCheetah from pixels, collecting alone, gymnasium's rendering", args.rounds, lambda: script(*cheetah), lambda: float(python("-c", RENDERING, 50)), 25)
+    rendered = lambda: float(python("-c", RENDERING, 50))  # noqa: E731
+    turns("HalfCheetah from pixels, collecting alone, gymnasium's rendering", args.rounds, lambda: script(*cheetah), rendered, 25)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """GridWorld of Unity ML-Agents: nine agents, each on a board of its own, walk to the green plus and not to the red cross.
 
 An agent sees its board from above, and nothing else. It decides in every fixed step: stay, up, down, left, right; the mask forbids steps into a wall. 1 and the
-end on the plus, -1 and the end on the cross, -0.01 a step. The boards are drawn flat, in Unity's size and with about its colours: a network trained here
+end on the plus, -1 and the end on the cross, -0.01 a step. The boards are drawn flat and dark, in Unity's size: a network trained here
 has not seen Unity's light. Newer packages also tell the agent which of the two is the goal; here it is always the plus, as it was before.
 """
 
@@ -9,7 +9,7 @@ import numpy as np
 
 HEIGHT, WIDTH = 64, 84
 MOVES = np.array([(0, 0), (0, -1), (0, 1), (-1, 0), (1, 0)])  # stay, up, down, left, right: columns, rows
-FLOOR, LINE, BLUE, GREEN, RED = ((200, 200, 200), (150, 150, 150), (50, 90, 220), (40, 170, 70), (210, 50, 50))
+FLOOR, LINE, BLUE, GREEN, RED = ((40, 40, 40), (20, 20, 20), (70, 110, 240), (50, 200, 80), (230, 60, 60))
 
 
 class GridWorld:

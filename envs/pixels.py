@@ -2,8 +2,8 @@
 
     envs = PixelEnvs("Reacher-v5", num_envs=8, num_workers=2, from_pixels=True)
 
-Observations are dicts, as UnityVecEnv's: uint8 images (height, width, channel), and "vector", all else that there is, where there is anything. They are views of
-arrays that the next step overwrites. infos["final_obs"] and infos["is_success"] are given by slot at an episode's end.
+Observations are dicts, as UnityVecEnv's: uint8 images (height, width, channel) and, where there is anything else, "vector". They are views of arrays that the
+next step overwrites. infos["final_obs"] and infos["is_success"] are given by slot at an episode's end.
 
 A worker is this file run as a program, with several envs. It reads actions from memory that is shared, and writes what comes of them there; a line on
 its standard input wakes it, a line on its standard output answers. When this process is gone, so is the input, and the worker ends.
@@ -26,8 +26,9 @@ if __name__ == "__main__":
 
 from envs import NEEDS_GL, cheap, choose_gl  # noqa: E402
 from envs.vector import LONGEST, SyncEnvs, find  # noqa: E402
+from envs.vector import is_envpools as is_mujocos  # noqa: E402
 
-CAMERAS = {"Reacher": {"distance": 0.62, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
+CAMERAS = {"Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
 SMALL = 256  # pixels: films of smaller images are enlarged
 
 
@@ -39,7 +40,7 @@ def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, ac
     """One gymnasium env whose observations are a dict of images and a vector."""
     spec = find(env_id)
     if from_pixels:
-        if not str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
+        if not is_mujocos(env_id):
             raise ValueError(f"--from-pixels renders MuJoCo's envs, and {env_id} is none of gymnasium's")
         choose_gl()
         kwargs |= {"render_mode": "rgb_array", "width": image_size, "height": image_size}

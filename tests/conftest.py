@@ -164,7 +164,8 @@ def learn_with_sb3(model, names, iterations, callback=None):
     compute, rows = buffer.compute_returns_and_advantage, model.n_steps * model.n_envs
 
     def weights():
-        return {ours + end: policy.state_dict()[sb3 + end].clone() for ours, sb3 in names.items() for end in ("", ".weight", ".bias") if sb3 + end in policy.state_dict()}
+        pairs = [(ours + end, sb3 + end) for ours, sb3 in names.items() for end in ("", ".weight", ".bias")]
+        return {ours: policy.state_dict()[sb3].clone() for ours, sb3 in pairs if sb3 in policy.state_dict()}
 
     def computed(*args, **kwargs):
         compute(*args, **kwargs)
