@@ -11,9 +11,17 @@ The reward is the way that has come closer, in images, and 1 on the target, wher
 import gymnasium as gym
 import numpy as np
 
-SPEED, DOT, TARGET = 5, 3, 5  # pixels a step; half the sides of the squares
-GROUND, GREEN, WHITE = (np.array(color, np.uint8) for color in ((30, 30, 40), (40, 180, 90), (240, 240, 240)))
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
+SPEED, DOT, TARGET = 5, 3, 5  # pixels a step; half the sides of the squares
+GROUND = np.array((30, 30, 40), np.uint8)
+
+
+def square(half, color):
+    """Ready to be put into an image: filling a part of one with a colour takes longer."""
+    return np.full((2 * half + 1, 2 * half + 1, 3), color, np.uint8)
+
+
+NOTHING, DRAWN_DOT, DRAWN_TARGET = square(DOT, GROUND), square(DOT, (240, 240, 240)), square(TARGET, (40, 180, 90))
 
 
 class DummyPixels(gym.Env):
@@ -46,7 +54,7 @@ class DummyPixels(gym.Env):
         else:
             dx, dy = action[0] - 1, action[1] - 1
         before, end = self._distance(), self.size - DOT - 1
-        self._square(self.x, self.y, DOT, GROUND)
+        self._draw(self.x, self.y, DOT, NOTHING)
         self.x, self.y = min(max(self.x + SPEED * dx, DOT), end), min(max(self.y + SPEED * dy, DOT), end)
         there = self._on_target()
         reward = (before - self._distance()) / self.size + there
@@ -61,14 +69,14 @@ class DummyPixels(gym.Env):
     def _on_target(self):
         return abs(self.x - self.target_x) <= TARGET and abs(self.y - self.target_y) <= TARGET
 
-    def _square(self, x, y, half, color):
-        x, y = round(x), round(y)
-        self.canvas[y - half : y + half + 1, x - half : x + half + 1] = color
+    def _draw(self, x, y, half, square):
+        x, y = round(x) - half, round(y) - half
+        self.canvas[y : y + 2 * half + 1, x : x + 2 * half + 1] = square
 
     def _image(self, dot):
-        self._square(self.target_x, self.target_y, TARGET, GREEN)
+        self._draw(self.target_x, self.target_y, TARGET, DRAWN_TARGET)
         if dot:
-            self._square(self.x, self.y, DOT, WHITE)
+            self._draw(self.x, self.y, DOT, DRAWN_DOT)
         return self.canvas.copy()
 
     def _see(self):

@@ -94,9 +94,10 @@ class Named(gym.ObservationWrapper):
 
     def __init__(self, env, grayscale=False):
         super().__init__(env)
-        self.leaves, self.grayscale, spaces, size = list(leaves(env.observation_space)), grayscale, {}, 0
-        for name, _, space in self.leaves:
-            if is_image(space):
+        self.grayscale, spaces, size = grayscale, {}, 0
+        self.leaves = [(name, path, space, is_image(space)) for name, path, space in leaves(env.observation_space)]
+        for name, _, space, image in self.leaves:
+            if image:
                 height, width, channels = picture(np.empty(space.shape)).shape
                 spaces[name] = gym.spaces.Box(0, 255, (height, width, 1 if grayscale else channels), np.uint8)
             else:
@@ -107,11 +108,11 @@ class Named(gym.ObservationWrapper):
 
     def observation(self, obs):
         out, vector = {}, []
-        for name, path, space in self.leaves:
+        for name, path, space, image in self.leaves:
             value = obs
             for key in path:
                 value = value[key]
-            if is_image(space):
+            if image:
                 out[name] = grey(picture(value)) if self.grayscale else picture(value)
             else:
                 vector.append(gym.spaces.flatten(space, value))
@@ -166,8 +167,9 @@ class Group(SyncEnvs):
     def step(self):
         actions, rewards, terminated, truncated, success = (self.arrays[key] for key in ("actions", "rewards", "terminated", "truncated", "success"))
         for i, env in enumerate(self.envs):
-            obs, rewards[i], terminated[i], truncated[i], info = env.step(actions[i])
-            if terminated[i] or truncated[i]:
+            obs, rewards[i], term, trunc, info = env.step(actions[i])
+            terminated[i], truncated[i] = term, trunc
+            if term or trunc:
                 self._put("final", i, obs)
                 success[i] = info.get("is_success", -1)
                 self.episodes[i] = ({"random": env.unwrapped.np_random.bit_generator.state}, [])
