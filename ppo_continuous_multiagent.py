@@ -515,7 +515,7 @@ def train(args, resumed=None):
 
 def run(args, envs, how, resumed, stop):
     if not isinstance(envs.single_action_space, gym.spaces.Box):
-        raise ValueError(f"{args.env_id} has actions {envs.single_action_space}: this script takes continuous ones; ppo_pixel.py takes discrete ones")
+        raise ValueError(f"{args.env_id} has actions {envs.single_action_space}: this script takes continuous ones; with images, ppo_pixel.py takes discrete ones")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         raise ValueError(f"{args.env_id} has observations {envs.single_observation_space}: this script takes vectors; ppo_pixel.py takes images")
     n, batch_size = envs.num_envs, envs.num_envs * args.num_steps

@@ -386,11 +386,12 @@ class UnityVecEnv(VectorEnv):
             if len(shape) == 3:  # package 3.0 moved the channels to the front; the dimensions' properties tell
                 channels_first = list(sensor.dimension_properties) == [1, 2, 2]
                 self._images.append((i, name, shape[1:] + shape[:1] if channels_first else shape, channels_first))
+                self.sensors.append(name)
             else:  # where its floats stand in an agent's serialized sensors
                 end = start + sensor.float_data.ByteSize()
                 self._vectors.append((i, end - start, end - 4 * math.prod(shape), end))
                 self._names += [name] * math.prod(shape)
-                self.sensors.append(math.prod(shape))  # sizes of the vector sensors
+                self.sensors.append(math.prod(shape))  # in Unity's order: sizes of the vector sensors, names of the images
                 start = end
         if self._vectors:
             spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (len(self._names),), np.float32)

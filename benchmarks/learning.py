@@ -2,14 +2,16 @@
 
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1                                 or sb3-sac
+    python benchmarks/learning.py ppo_pixel.py --env-id Reacher-v5 --seeds 1 2 3 --from-pixels --num-workers 2
+    python benchmarks/learning.py sb3-ppo-pixel --env-id Reacher-v5 --seeds 1 2 3 --from-pixels
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME       a run that is there already
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher2Dof-v0 --seeds 1 2 3 --label one-env --num-envs 1 --num-steps 2048
     python benchmarks/learning.py plot
 
-Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv: decisions, mean return and length of the episodes that ended in
-an iteration, and their success rate if the env tells. The table gives each run's mean over its last tenth. --evaluate plays so many episodes with the
-saved policy, in a new process and with envs of another seed.
+Further arguments go to the script. Curves are benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels ENV-pixels.SCRIPT.SEED.csv: decisions, mean return and
+length of the episodes that ended in an iteration, and their success rate if the env tells. The table gives each run's mean over its last tenth. --evaluate
+plays so many episodes with the saved policy, in a new process and with envs of another seed.
 """
 
 import argparse
@@ -54,15 +56,16 @@ def read_events(folder):
     return [(row[0].step, *(x.value for x in row)) for row in zip(returns, lengths, *rates, strict=True)]
 
 
-def run_sb3(name, env_id, seed, total):
-    """SB3 with the settings of our scripts: PPO with VecNormalize and a falling learning rate, SAC with 10,000 random steps first."""
+def run_sb3(what, env_id, seed, more):
+    """SB3 with the settings of our scripts: PPO with VecNormalize, half its weight of the value loss, and a falling learning rate; SAC with 10,000 random
+    steps first."""
     import torch
     from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    rows, every = [], 2048 if name == "sb3-ppo" else 1000
+    rows, every = [], 1000 if what == "sb3-sac" else 2048
 
     class Log(BaseCallback):
         ended = []
@@ -76,12 +79,36 @@ def run_sb3(name, env_id, seed, total):
                     print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}", flush=True)
             return True
 
-    torch.set_num_threads(1)
-    envs = make_vec_env(env_id, 1, seed=seed)
-    if name == "sb3-ppo":
-        model = PPO("MlpPolicy", VecNormalize(envs), learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu")
+    total = int(more[more.index("--total-timesteps") + 1]) if "--total-timesteps" in more else 1_000_000
+    if what == "sb3-ppo":
+        torch.set_num_threads(1)
+        envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
+        model = PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu")
+    elif what == "sb3-sac":
+        torch.set_num_threads(1)
+        model = SAC("MlpPolicy", make_vec_env(env_id, 1, seed=seed), learning_starts=10_000, seed=seed, device="cpu")
     else:
-        model = SAC("MlpPolicy", envs, learning_starts=10_000, seed=seed, device="cpu")
+        sys.path.insert(0, str(ROOT))
+        import gymnasium as gym
+        import tyro
+
+        from envs.pixels import make_pixel_env
+        from ppo_pixel import PRESETS, Args
+
+        args = tyro.cli(Args, default=Args(env_id=env_id, **PRESETS.get(env_id, {})), args=more)
+
+        def make():
+            env = make_pixel_env(env_id, args.from_pixels, args.image_size, args.grayscale, args.action_repeat)
+            return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], env.observation_space["image"])
+
+        envs, total = make_vec_env(make, args.num_envs, seed=seed), args.total_timesteps
+        stack = args.frame_stack or (3 if args.from_pixels else 1)
+        envs = VecNormalize(VecFrameStack(envs, stack) if stack > 1 else envs, norm_obs=False, gamma=args.gamma)
+        model = PPO(
+            "CnnPolicy", envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.num_steps, n_epochs=args.update_epochs, gamma=args.gamma,
+            batch_size=args.num_envs * args.num_steps // args.num_minibatches, gae_lambda=args.gae_lambda, clip_range=args.clip_coef,
+            ent_coef=args.ent_coef, vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, seed=seed, device="cpu",
+        )  # fmt: skip
     model.learn(total, callback=Log())
     return rows
 
@@ -126,7 +153,7 @@ def plot():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, sb3-sac, or plot")
+    parser.add_argument("what", help="a script of this folder's parent, sb3-ppo, sb3-sac, sb3-ppo-pixel, or plot")
     parser.add_argument("--env-id")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
@@ -140,10 +167,11 @@ def main():
         if args.run:
             rows = read_events(args.run)
         elif args.what.startswith("sb3-"):
-            rows = run_sb3(args.what, args.env_id, seed, int(more[more.index("--total-timesteps") + 1]) if more else 1_000_000)
+            rows = run_sb3(args.what, args.env_id, seed, more)
         else:
             rows = run_script(args.what, args.env_id, seed, args.evaluate, more)
-        with open(RESULTS / f"{args.env_id}.{args.label or args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
+        name = args.env_id + "-pixels" * ("--from-pixels" in more)
+        with open(RESULTS / f"{name}.{args.label or args.what.removesuffix('.py')}.{seed}.csv", "w", newline="") as file:
             header = ("decisions", "return", "length", "success")[: len(rows[0])]
             csv.writer(file).writerows([header, *((step, *(f"{x:.6g}" for x in values)) for step, *values in rows)])
         success = f", success {last_tenth(rows, 3):.1%}," if len(rows[0]) > 3 else ""

@@ -1,14 +1,27 @@
-"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes; arms that reach, as gymnasium envs."""
+"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes; arms that reach and a task in pixels, as gymnasium envs."""
+
+import os
+import sys
 
 import gymnasium as gym
 
-SCENES = ("3DBall", "Crawler", "Mixed")
+SCENES = ("3DBall", "Crawler", "GridWorld", "Mixed")
 """ids of the bundled scenes"""
 
 gym.register("Reacher2Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 2}, max_episode_steps=100)
 gym.register("Reacher3Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 3}, max_episode_steps=100)
 gym.register("Reacher6Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 6}, max_episode_steps=100)
 gym.register("ReacherPlane-v0", "envs.reacher:Reacher", kwargs={"joints": 2, "plane": True}, max_episode_steps=100)
+for name, kwargs in {"": {}, "Discrete": {"actions": "discrete"}, "MultiDiscrete": {"actions": "multidiscrete"}, "Dict": {"vector": True}}.items():
+    gym.register(f"DummyPixels{name}-v0", entry_point="envs.dummy:DummyPixels", kwargs=kwargs, max_episode_steps=50)
+
+NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
+
+
+def choose_gl():
+    """Before MuJoCo's first picture, best before it is imported: without a display it can draw through EGL."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
 
 
 def cheap(model):

@@ -7,16 +7,17 @@
 
 `Academy` keeps Unity's order of a fixed step and DecisionRequester's rules. A scene is a class with
 
-    behavior, sensors [(name, size)], continuous, branches      what goes over the wire: one action space for all agents
+    behavior, sensors [(name, size)], continuous, branches      what goes over the wire: one action space for all agents; an image's size is its shape
     period, offset, between, max_step                           DecisionRequester and MaxStep: a number, or one per agent
     begin(who), observe(who), act(who, continuous, discrete)    OnEpisodeBegin, CollectObservations, OnActionReceived
     update(), physics()                                         the agents' FixedUpdate; the physics step and its collisions
+    mask(who), film(height, width)                              where there are: forbidden choices; a picture of a scene without a MuJoCo model
 
 and changes `academy.reward`, or calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode. `who` are agents' indices.
 """
 
 import argparse
-import os
+import io
 import struct
 import sys
 import uuid
@@ -24,10 +25,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launched as a program, like a Unity build, from anywhere
 
-from envs import SCENES, cheap  # noqa: E402
+from envs import NEEDS_GL, SCENES, cheap, choose_gl  # noqa: E402
 from unity_player import UnityMessageProto, Wire  # noqa: E402
 
 STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
@@ -150,17 +152,16 @@ class Link:
         scene, message = self.academy.scene, UnityMessageProto()
         output = message.unity_output
         if self.heads is None:
-            self.heads = [sensor_head(name, size) for name, size in scene.sensors]
+            self.heads = [image_head(name, size) if isinstance(size, tuple) else sensor_head(name, size) for name, size in scene.sensors]
             spec = output.rl_initialization_output.brain_parameters.add(brain_name=scene.behavior, is_training=True).action_spec
             spec.num_continuous_actions, spec.num_discrete_actions = scene.continuous, len(scene.branches)
             spec.discrete_branch_sizes.extend(scene.branches)
         infos = output.rl_output.agentInfos[scene.behavior].value
-        for _, ids, observations, rewards, done, interrupted in outbox:
-            floats = [observation.astype("<f4").view(np.uint8) for observation in observations]
-            heads = [np.broadcast_to(head, (len(ids), len(head))) for head in self.heads]
-            sensors = np.hstack([part for pair in zip(heads, floats, strict=True) for part in pair])
-            for agent, reward, row in zip(ids.tolist(), rewards.tolist(), sensors, strict=True):
-                infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted).MergeFromString(row.tobytes())
+        for who, ids, observations, rewards, done, interrupted in outbox:
+            sensors = serialized(self.heads, observations)
+            masks = scene.mask(who).tolist() if hasattr(scene, "mask") and not done else [()] * len(ids)
+            for agent, reward, row, mask in zip(ids.tolist(), rewards.tolist(), sensors, masks, strict=True):
+                infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted, action_mask=mask).MergeFromString(row)
         output.rl_output.side_channel = b"".join(
             STATS + struct.pack("<ii", len(key) + 12, len(key)) + key.encode() + struct.pack("<fi", value, method) for key, value, method in self.academy.stats
         )
@@ -204,12 +205,41 @@ def sensor_head(name, size):
     return np.frombuffer(whole[: -len(floats) - len(described)] + described + floats[: -4 * size], np.uint8)
 
 
+def image_head(name, shape):
+    """An agent with nothing but this image, which is to be put in as a PNG."""
+    info = UnityMessageProto().unity_output.rl_output.agentInfos[""].value.add()
+    info.observations.add(name=name, shape=shape, dimension_properties=(2, 2, 1), compression_type=1)
+    return info
+
+
+def serialized(heads, observations):
+    """What the agents see, one string of bytes each. Images are PNGs of any length, arrays of floats are their bytes."""
+    if all(isinstance(head, np.ndarray) for head in heads):
+        floats = [observation.astype("<f4").view(np.uint8) for observation in observations]
+        parts = [np.broadcast_to(head, (len(floats[0]), len(head))) for head in heads]
+        return [row.tobytes() for row in np.hstack([part for pair in zip(parts, floats, strict=True) for part in pair])]
+    columns = []
+    for head, observation in zip(heads, observations, strict=True):
+        if isinstance(head, np.ndarray):
+            columns.append(serialized([head], [observation]))
+            continue
+        columns.append([])
+        for picture in observation:
+            file = io.BytesIO()
+            Image.fromarray(picture).save(file, "PNG", compress_level=1)
+            head.observations[0].compressed_data = file.getvalue()
+            columns[-1].append(head.SerializeToString())
+    return map(b"".join, zip(*columns, strict=True))
+
+
 def make_scene(args, seed, parameters):
     """Import only the scene that is played: the test scene needs no physics engine."""
     if args.scene == "3DBall":
         from envs.ball3d import Ball3D as Scene
     elif args.scene == "Crawler":
         from envs.crawler import Crawler as Scene
+    elif args.scene == "GridWorld":
+        from envs.gridworld import GridWorld as Scene
     else:
         from envs.mixed import Mixed as Scene
     scene = Scene(args.agents or Scene.num_agents, seed, parameters)
@@ -242,7 +272,7 @@ def play_at_random(args):
 
     def at_random(outbox):
         asking = sum(len(who) for who, *_, done, _ in outbox if not done)
-        return rng.uniform(-1, 1, (asking, scene.continuous)), np.zeros((asking, len(scene.branches)), int)
+        return rng.uniform(-1, 1, (asking, scene.continuous)), rng.integers(0, np.array(scene.branches, int), (asking, len(scene.branches)))
 
     academy = Academy(scene, scene.num_agents, at_random)
     with Film(args, scene) as film:
@@ -253,33 +283,42 @@ def play_at_random(args):
 
 
 class Film:
-    """A video of a scene, in the scene's time."""
+    """A video of a scene, in the scene's time. A scene that draws itself is shown step by step: what moves by whole cells is too fast for the eye."""
 
     def __init__(self, args, scene):
         import imageio
 
-        try:
-            import mujoco
+        self.scene, self.size, self.steps, self.every = scene, (args.height, args.width), 0, max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
+        if not hasattr(scene, "film"):
+            try:
+                import mujoco
 
-            cheap(scene.model)
-            self.renderer = mujoco.Renderer(scene.model, args.height, args.width)
-        except Exception as error:
-            raise SystemExit(f"--render needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1 ({error})") from None
-        self.scene, self.steps, self.every = scene, 0, max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
-        self.video = imageio.get_writer(args.render, fps=1 / (self.every * scene.dt))
+                cheap(scene.model)
+                self.renderer = mujoco.Renderer(scene.model, *self.size)
+            except Exception as error:
+                raise SystemExit(f"--render {NEEDS_GL} ({error})") from None
+        else:
+            self.every = 1
+        self.video = imageio.get_writer(args.render, fps=getattr(scene, "film_fps", 1 / (self.every * scene.dt)), macro_block_size=2)
 
     def frame(self):
         if self.steps % self.every == 0:
-            self.renderer.update_scene(self.scene.data, camera="film")
-            self.video.append_data(self.renderer.render())
+            self.video.append_data(self.picture())
         self.steps += 1
+
+    def picture(self):
+        if hasattr(self.scene, "film"):
+            return self.scene.film(*self.size)
+        self.renderer.update_scene(self.scene.data, camera="film")
+        return self.renderer.render()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.video.close()
-        self.renderer.close()
+        if hasattr(self, "renderer"):
+            self.renderer.close()
 
 
 def main():
@@ -304,8 +343,8 @@ def main():
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.render and args.scene == "Mixed":
         parser.error("--scene Mixed is for tests: there is nothing to see")
-    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported
+    if args.render:
+        choose_gl()
     if args.mlagents_port:
         play(args)
     elif args.render:

@@ -12,12 +12,12 @@ explode. All chance is in reset and in np_random. Drawing reads the state and wr
 """
 
 import math
-import os
-import sys
 
 import gymnasium as gym
 import mujoco
 import numpy as np
+
+from envs import choose_gl
 
 RADIUS = 0.02  # of success, and of the target as it is drawn
 PROGRESS, CONTROL, BONUS = 50.0, 0.1, 1.0
@@ -133,8 +133,7 @@ class Reacher(gym.Env):
 
     def render(self):
         if self.viewer is None:
-            if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-                os.environ.setdefault("MUJOCO_GL", "egl")
+            choose_gl()
             from gymnasium.envs.mujoco.mujoco_rendering import OffScreenViewer  # unlike MuJoCo's own it chooses OpenGL's backend now, not when imported
 
             self.viewer = OffScreenViewer(self.model, self.data, self.width, self.height)

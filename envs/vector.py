@@ -10,17 +10,15 @@ unity_vec_env.py.
 import difflib
 import importlib
 import os
-import sys
 from contextlib import closing
 
 import gymnasium as gym
 import imageio
 import numpy as np
 
-from envs import SCENES, cheap
+from envs import NEEDS_GL, SCENES, cheap, choose_gl
 from unity_vec_env import UnityVecEnv
 
-NO_GL = "filming needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
 FILM_STEPS = 450  # decisions: half a minute of Crawler
 LONGEST = 100_000  # steps of an episode that are kept to be played again
 
@@ -67,7 +65,7 @@ class SyncEnvs:
 
     def reset(self, seed):
         self.episodes = [({"seed": seed + i}, []) for i in range(self.num_envs)]  # how it began, and the actions since
-        return np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
+        return self._gather([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
 
     def state(self):
         """What brings the envs back to where they are, in plain numbers: how their episodes began, and all actions since. None if one is too long."""
@@ -88,7 +86,10 @@ class SyncEnvs:
                 obs, *_ = env.step(action)
             self.episodes.append((begin, actions))
             last.append(obs)
-        return np.stack(last)
+        return self._gather(last)
+
+    def _gather(self, observations):
+        return np.stack(observations)
 
     def step(self, actions):
         n, infos = self.num_envs, {}
@@ -151,8 +152,7 @@ def film(path, policy, env_id, seed, unity):
                 actions[infos["ready"]] = np.clip(policy(obs[infos["ready"]]), -1, 1)
                 obs, *_, infos = envs.step(actions)
         return
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
+    choose_gl()
     env = make_env(env_id, render_mode="rgb_array")
     with closing(env), imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=1) as video:
         if hasattr(env.unwrapped, "model"):
@@ -162,7 +162,7 @@ def film(path, policy, env_id, seed, unity):
             try:
                 video.append_data(env.render())
             except Exception as error:
-                raise ValueError(f"{NO_GL} ({error})") from None
+                raise ValueError(f"filming {NEEDS_GL} ({error})") from None
             action = policy(np.asarray(obs, np.float32).reshape(1, -1)).reshape(env.action_space.shape)
             obs, _, terminated, truncated, _ = env.step(np.clip(action, env.action_space.low, env.action_space.high))
             done = terminated or truncated

@@ -1,4 +1,4 @@
-"""What the tests share: the checkout on the path, and a player that says what a test tells it to."""
+"""What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's run, and SB3's beside it."""
 
 import os
 import signal
@@ -9,9 +9,11 @@ import threading
 import time
 from ctypes.util import find_library
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -130,11 +132,15 @@ def call(script, monkeypatch, *line):
     script.main()
 
 
+def run_script(script, line, folder):
+    """As a user would, in a process of its own."""
+    command, environment = [sys.executable, script.__file__, *line.split()], {"PATH": "", "PYTHONPATH": str(ROOT / "tests")}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
+
+
 def assert_refused(script, line, match, folder):
     """One line that says what is wrong, before any work starts."""
-    out = subprocess.run(
-        [sys.executable, script.__file__, *line.split()], cwd=folder, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(ROOT / "tests")}, timeout=120
-    )  # fmt: skip
+    out = run_script(script, line, folder)
     assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
     assert not (folder / "runs").exists()
 
@@ -208,3 +214,92 @@ def trajectories(record):
                     done.append(running.pop(slot))
         obs, infos = after, following
     return [*done, *running.values()]
+
+
+def spy_on(script, monkeypatch, tmp_path, small):
+    """Runs a PPO script in an empty folder, and sees what goes into the advantage and into the update."""
+    monkeypatch.chdir(tmp_path)
+    seen = SimpleNamespace(gae=[], batches=[], ratios=[], minibatches=[], agent=None)
+    gae, make_update, build = script.gae, script.make_update, script.Agent
+
+    def spied_gae(*args):
+        seen.gae.append((*args, gae(*args)))
+        return seen.gae[-1][-1]
+
+    def spied_make_update(agent, args):
+        update = make_update(agent, args)
+
+        def spied(*inputs):
+            if not seen.batches or seen.batches[-1][-1] is not inputs[-1]:
+                seen.batches.append(inputs[6:])
+                seen.ratios.append(float(update(*inputs)[-1][-1]))
+            seen.minibatches.append(inputs[5:7])
+            return update(*inputs)
+
+        return spied
+
+    def remembered(*args):
+        seen.agent = build(*args)
+        return seen.agent
+
+    monkeypatch.setattr(script, "gae", spied_gae)
+    monkeypatch.setattr(script, "make_update", spied_make_update)
+    monkeypatch.setattr(script, "Agent", remembered)
+
+    def run(**kwargs):
+        script.train(script.Args(**{**small, "exp_name": f"run{len(seen.batches)}", **kwargs}))
+        return seen
+
+    return run
+
+
+def learn_with_sb3(model, names, iterations, callback=None):
+    """SB3's first rollout, agent by agent, and its weights before and after under our names: ours to SB3's."""
+    policy, first, buffer = model.policy, {}, model.rollout_buffer
+    compute, rows = buffer.compute_returns_and_advantage, model.n_steps * model.n_envs
+
+    def weights():
+        pairs = [(ours + end, sb3 + end) for ours, sb3 in names.items() for end in ("", ".weight", ".bias")]
+        return {ours: policy.state_dict()[sb3].clone() for ours, sb3 in pairs if sb3 in policy.state_dict()}
+
+    def computed(*args, **kwargs):
+        compute(*args, **kwargs)
+        if not first:
+            for key in ("observations", "actions", "log_probs", "values", "rewards", "advantages", "returns"):
+                array = getattr(buffer, key)
+                first[key] = np.swapaxes(array, 0, 1).reshape(rows, *array.shape[2:]).squeeze()
+
+    buffer.compute_returns_and_advantage, initial = computed, weights()
+    torch.manual_seed(11)
+    np.random.seed(11)
+    model.learn(iterations * rows, callback=callback)
+    return first, initial, weights()
+
+
+def start_like_sb3(script, monkeypatch, initial):
+    """Let the script's agent begin with these weights, and the same random numbers."""
+    build = script.Agent
+
+    def same_start(*args):
+        agent = build(*args)
+        agent.load_state_dict(initial, strict=False)
+        torch.manual_seed(11)
+        np.random.seed(11)
+        return agent
+
+    monkeypatch.setattr(script, "Agent", same_start)
+
+
+def assert_parity(seen, ours, first, initial, final, num_envs, gamma, moved=1e-3):
+    """The first rollout to 1e-5, the last weights to 1e-4. ours: rows of the first batch by SB3's names."""
+    for key, value in ours.items():
+        np.testing.assert_allclose(value.squeeze(), first[key], atol=1e-5, rtol=1e-5, err_msg=key)
+    rewards, values, next_values, goes_on = (np.array(x).reshape(num_envs, -1) for x in seen.gae[0][:4])
+    rewards, next_values, ended = rewards[:, :-1], next_values[:, :-1], ~goes_on[:, :-1]  # without the open rows
+    ended[:, -1] = next_values[:, -1] != values[:, -1]  # if it goes on, its next row is open: SB3 keeps that value apart
+    np.testing.assert_allclose((rewards + ended * gamma * next_values).ravel(), first["rewards"], atol=1e-5, err_msg="rewards")
+    assert (ended & (next_values == 0)).sum() > 1 and (ended & (next_values != 0)).sum() > 1, "episodes ended in both ways"
+    learned = seen.agent.state_dict()
+    for key, value in final.items():
+        np.testing.assert_allclose(learned[key].numpy(), value.numpy(), atol=1e-4, err_msg=key)
+        assert not np.allclose(value.numpy(), initial[key].numpy(), atol=moved), "they learned"

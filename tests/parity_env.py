@@ -1,7 +1,9 @@
-"""A small deterministic task whose episodes end in both ways: registered as parity_env:Parity-v0."""
+"""Small deterministic tasks whose episodes end in both ways: registered as parity_env:Parity-v0 and, seen as images, parity_env:ParityPixels-v0."""
 
 import gymnasium as gym
 import numpy as np
+
+from envs.dummy import DummyPixels
 
 
 class Parity(gym.Env):
@@ -64,8 +66,45 @@ class Unbounded(Parity):
     action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
+class ParityPixels(DummyPixels):
+    """The dot's task, which also ends at the left edge."""
+
+    def step(self, action):
+        assert self.actions != "continuous" or self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+        obs, reward, terminated, *rest = super().step(action)
+        return obs, reward, terminated or self.x < 6, *rest
+
+
+class Counting(DummyPixels):
+    """Episodes of ten numbers, one a step and image, the next episode's ten after the last's."""
+
+    def reset(self, **kwargs):
+        self.number = self.number // 10 * 10 + 10 if hasattr(self, "number") else 0
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.number += 1
+        obs, reward, *_ = super().step(action)
+        return obs, reward, self.number % 20 == 9, self.number % 20 == 19, {}
+
+    def _image(self, dot):
+        return np.full_like(self.canvas, self.number % 250)
+
+
+class Dies(DummyPixels):
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        return 1 // (self.steps < 50) and super().step(action)
+
+
 gym.register("Parity-v0", Parity, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
 gym.register("Unbounded-v0", Unbounded, max_episode_steps=7)
+for kind in ("", "Discrete", "MultiDiscrete"):
+    gym.register(f"ParityPixels{kind}-v0", ParityPixels, kwargs={"actions": kind.lower() or "continuous", "size": 36}, max_episode_steps=7)
+gym.register("ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7)
+gym.register("Counting-v0", Counting, kwargs={"size": 36})
+gym.register("Dies-v0", Dies, kwargs={"size": 36})
+gym.register("Tiny-v0", DummyPixels, kwargs={"size": 20})

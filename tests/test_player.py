@@ -119,12 +119,19 @@ def test_disabled_agents_come_back_under_new_ids():
 
 # The same player behind two clients
 
-EXTRA = {"Mixed": dict(max_agents=16), "3DBall": {}, "Crawler": {}}
-STEPS = {"Mixed": 150, "3DBall": 60, "Crawler": 40}
+EXTRA = {"Mixed": dict(max_agents=16), "3DBall": {}, "Crawler": {}, "GridWorld": {}}
+STEPS = {"Mixed": 150, "3DBall": 60, "Crawler": 40, "GridWorld": 40}
 
 
-def action(agent, count, size):
-    return np.random.default_rng((agent, count)).uniform(-1, 1, size).astype(np.float32)
+def action(agent, count, size, branches):
+    """What an agent does in its k-th decision, continuous or discrete."""
+    rng = np.random.default_rng((agent, count))
+    return rng.integers(0, branches).astype(np.int32) if len(branches) else rng.uniform(-1, 1, size).astype(np.float32)
+
+
+def seen(parts):
+    """Sensors in their order, images as they are."""
+    return b"".join(np.rint(part * 255).astype(np.uint8).tobytes() if part.ndim == 3 else part.tobytes() for part in parts)
 
 
 def by_stock_client(scene, steps, monkeypatch):
@@ -138,20 +145,21 @@ def by_stock_client(scene, steps, monkeypatch):
     try:
         env.reset()
         (name,) = env.behavior_specs
+        spec = env.behavior_specs[name].action_spec
         for _ in range(steps):
             decisions, terminals = env.get_steps(name)
             for steps_, ended in ((terminals, True), (decisions, False)):
                 for row, agent in enumerate(steps_.agent_id.tolist()):
-                    obs = np.concatenate([o[row] for o in steps_.obs]).tobytes()
+                    obs = seen(o[row] for o in steps_.obs)
                     if agent in pending:
                         interrupted = bool(ended and steps_.interrupted[row])
                         out.setdefault(agent, []).append((*pending.pop(agent), float(steps_.reward[row]), obs, ended and not interrupted, interrupted))
                     if not ended:
                         count[agent] = count.get(agent, -1) + 1
-                        pending[agent] = (obs, action(agent, count[agent], env.behavior_specs[name].action_spec.continuous_size).tobytes())
-            rows = [np.frombuffer(pending[agent][1], np.float32) for agent in decisions.agent_id.tolist()]
+                        pending[agent] = (obs, action(agent, count[agent], spec.continuous_size, spec.discrete_branches).tobytes())
+            rows = [np.frombuffer(pending[agent][1], np.int32 if spec.discrete_size else np.float32) for agent in decisions.agent_id.tolist()]
             if rows:
-                env.set_actions(name, ActionTuple(np.stack(rows)))
+                env.set_actions(name, ActionTuple(discrete=np.stack(rows)) if spec.discrete_size else ActionTuple(np.stack(rows)))
             env.step()
     finally:
         env.close()
@@ -163,20 +171,25 @@ def by_vec_env(scene, steps):
     out, pending, count = {}, {}, {}
     with closing(UnityVecEnv(scene, seed=5, **EXTRA[scene])) as envs:
         obs, infos = envs.reset()
-        owner = envs.players[0].slots.owner
+        owner, branches = envs.players[0].slots.owner, getattr(envs.single_action_space, "nvec", [])
+        images = isinstance(obs, dict)  # of GridWorld, which has no vectors
+
+        def of(obs, slot=...):
+            return seen([obs["CameraSensor"][slot] / np.float32(255) if images else obs[slot]])
+
         for _ in range(steps):
-            actions = np.zeros(envs.action_space.shape, np.float32)
+            actions = np.zeros(envs.action_space.shape, np.int32 if len(branches) else np.float32)
             for slot in np.flatnonzero(infos["ready"]):
                 agent = owner[slot]
                 count[agent] = count.get(agent, -1) + 1
-                actions[slot] = action(agent, count[agent], actions.shape[1])
-                pending[slot] = (agent, obs[slot].tobytes(), actions[slot].tobytes())
+                actions[slot] = action(agent, count[agent], actions.shape[1], branches)
+                pending[slot] = (agent, of(obs, slot), actions[slot].tobytes())
             obs, rewards, terminated, truncated, infos = envs.step(actions)
             for slot in np.flatnonzero(terminated | truncated | infos["ready"]):
                 if slot in pending:
                     ended = terminated[slot] or truncated[slot]
                     agent, before, act = pending.pop(slot)
-                    after = (infos["final_obs"][slot] if ended else obs[slot]).tobytes()
+                    after = of(infos["final_obs"][slot]) if ended else of(obs, slot)
                     out.setdefault(agent, []).append((before, act, rewards[slot], after, bool(terminated[slot]), bool(truncated[slot])))
     return out
 

@@ -1,14 +1,13 @@
 """ppo_continuous_multiagent.py: parity with the real SB3, advantages, truncation, rows of mixed periods, determinism, bad input."""
 
 import sys
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import assert_refused, trajectories, watch
+from conftest import assert_parity, assert_refused, learn_with_sb3, spy_on, start_like_sb3, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,39 +18,7 @@ SMALL = dict(env_id="parity_env:Parity-v0", num_steps=64, num_minibatches=4, upd
 
 @pytest.fixture
 def spy(monkeypatch, tmp_path):
-    """Runs the script in an empty folder, and sees what goes into the advantage and into the update."""
-    monkeypatch.chdir(tmp_path)
-    seen = SimpleNamespace(gae=[], batches=[], ratios=[], agent=None)
-    gae, make_update, build = ppo.gae, ppo.make_update, ppo.Agent
-
-    def spied_gae(*args):
-        seen.gae.append((*args, gae(*args)))
-        return seen.gae[-1][-1]
-
-    def spied_make_update(agent, args):
-        update = make_update(agent, args)
-
-        def spied(*inputs):
-            if not seen.batches or seen.batches[-1][0] is not inputs[6]:
-                seen.batches.append(inputs[6:])
-                seen.ratios.append(float(update(*inputs)[-1][-1]))
-            return update(*inputs)
-
-        return spied
-
-    def remembered(*args):
-        seen.agent = build(*args)
-        return seen.agent
-
-    monkeypatch.setattr(ppo, "gae", spied_gae)
-    monkeypatch.setattr(ppo, "make_update", spied_make_update)
-    monkeypatch.setattr(ppo, "Agent", remembered)
-
-    def run(**kwargs):
-        ppo.train(ppo.Args(**{**SMALL, "exp_name": f"run{len(seen.batches)}", **kwargs}))
-        return seen
-
-    return run
+    return spy_on(ppo, monkeypatch, tmp_path, SMALL)
 
 
 # Parity with SB3
@@ -92,52 +59,17 @@ def test_parity_with_sb3(spy, monkeypatch, num_envs, normalize):
     if normalize:
         venv = VecNormalize(venv, training=False, gamma=0.97)
     model = PPO("MlpPolicy", venv, n_steps=steps, batch_size=32, n_epochs=3, gamma=0.97, ent_coef=0.01, seed=3, device="cpu")
-    policy, first = model.policy, {}
     names = {"actor_logstd": "log_std", "actor_mean.0": "mlp_extractor.policy_net.0", "actor_mean.2": "mlp_extractor.policy_net.2"}
     names |= {"actor_mean.4": "action_net", "critic.0": "mlp_extractor.value_net.0", "critic.2": "mlp_extractor.value_net.2", "critic.4": "value_net"}
-    theirs = lambda: {ours + end: policy.state_dict()[sb3 + end].clone() for ours, sb3 in names.items() for end in ("", ".weight", ".bias") if sb3 + end in policy.state_dict()}  # noqa: E731
-    initial, buffer = theirs(), model.rollout_buffer
-    compute = buffer.compute_returns_and_advantage
-
-    def computed(*args, **kwargs):
-        compute(*args, **kwargs)
-        if not first:
-            for key in ("observations", "actions", "log_probs", "values", "rewards", "advantages", "returns"):
-                array = getattr(buffer, key)
-                first[key] = np.swapaxes(array, 0, 1).reshape(steps * num_envs, -1).squeeze()
-
-    monkeypatch.setattr(buffer, "compute_returns_and_advantage", computed)
-    torch.manual_seed(11)
-    np.random.seed(11)
-    model.learn(iterations * steps * num_envs, callback=Freeze() if normalize else None)
-
-    build = ppo.Agent
-
-    def same_start(*args):
-        agent = build(*args)
-        agent.load_state_dict(initial, strict=False)
-        torch.manual_seed(11)
-        np.random.seed(11)
-        return agent
-
-    monkeypatch.setattr(ppo, "Agent", same_start)
+    first, initial, final = learn_with_sb3(model, names, iterations, Freeze() if normalize else None)
+    start_like_sb3(ppo, monkeypatch, initial)
     seen = spy(
         num_envs=num_envs, num_steps=steps, num_minibatches=steps * num_envs // 32, update_epochs=3, total_timesteps=iterations * steps * num_envs,
         hidden_sizes=(64, 64), gamma=0.97, ent_coef=0.01, vf_coef=1.0, anneal_lr=False, norm_obs=normalize, norm_reward=normalize, seed=3,
     )  # fmt: skip
     obs, actions, logprobs, advantages, returns, values = (x.numpy() for x in seen.batches[0])
     ours = dict(observations=obs, actions=actions, log_probs=logprobs, values=values, advantages=advantages, returns=returns)
-    for key, value in ours.items():
-        np.testing.assert_allclose(value, first[key], atol=1e-5, rtol=1e-5, err_msg=key)
-    rewards, _, next_values, goes_on = (np.array(x).reshape(num_envs, steps + 1)[:, :-1] for x in seen.gae[0][:4])  # without the open rows
-    ended = ~goes_on
-    ended[:, -1] = False  # its next row is open: SB3 keeps that value apart
-    np.testing.assert_allclose((rewards + ended * 0.97 * next_values).ravel(), first["rewards"], atol=1e-5, err_msg="rewards")
-    assert (ended & (next_values == 0)).sum() > 1 and (ended & (next_values != 0)).sum() > 1, "episodes ended in both ways"
-    final = seen.agent.state_dict()
-    for key, value in theirs().items():
-        np.testing.assert_allclose(final[key].numpy(), value.numpy(), atol=1e-4, err_msg=key)
-        assert not np.allclose(value.numpy(), initial[key].numpy(), atol=1e-3), "they learned"
+    assert_parity(seen, ours, first, initial, final, num_envs, 0.97)
 
 
 # The advantage

@@ -1,6 +1,5 @@
 """The reachers: a state and pictures that can be trusted, actions that go where they should, a reward that adds up, and rollouts that are right."""
 
-import os
 import sys
 
 import gymnasium as gym
@@ -13,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_continuous_multiagent as ppo
-from envs import cheap, reacher
+from envs import cheap, choose_gl, reacher
 from envs.vector import SyncEnvs, film, make_env, make_vec_env
 
 IDS = ("Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0")
 every = pytest.mark.parametrize("env_id", IDS)
-if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-    os.environ.setdefault("MUJOCO_GL", "egl")
+choose_gl()
 
 
 def play(env, seed, actions, render=False):

@@ -10,6 +10,7 @@ from conftest import ROOT
 
 from envs.ball3d import Ball3D
 from envs.crawler import HALF, RADIUS, Crawler
+from envs.gridworld import BLUE, GREEN, MOVES, RED, GridWorld
 from envs.player import Academy
 from unity_vec_env import UnityVecEnv
 
@@ -165,3 +166,66 @@ def test_film(scene, tmp_path):
     frames = imageio.imread(out)
     assert frames.shape[1:] == (128, 160, 3) and len(frames) > 8
     assert frames[-1].std() > 10 and np.abs(frames[0].astype(int) - frames[-1]).mean() > 0.5, "something is seen, and moves"
+
+
+# GridWorld
+
+
+def boards(seed=1):
+    """A scene, and a function that makes its agents step and returns what they sent."""
+    scene, choices = GridWorld(9, seed, {}), np.zeros((9, 1), int)
+    sent = []
+
+    def exchange(outbox):
+        sent.extend(outbox)
+        return np.zeros((9, 0)), choices
+
+    academy = Academy(scene, 9, exchange)
+
+    def step(choose):
+        choices[:], _ = choose, sent.clear()
+        academy.step()
+        return list(sent)
+
+    return scene, step
+
+
+def test_gridworld_rewards_the_plus():
+    """Straight to the plus, around the cross: SetReward(1) at the end, and never through a wall."""
+    scene, step = boards()
+    step(0)
+    ends = []
+    for _ in range(40):
+        places = scene.places.copy()
+        mask = scene.mask(np.arange(9))
+        choose = np.zeros((9, 1), int)
+        for agent in range(9):
+            plus, cross, here = places[agent]
+            after = here + MOVES
+            cost = abs(after - plus).sum(1) + 100 * mask[agent] + 100 * (after == cross).all(1)
+            choose[agent] = 1 + cost[1:].argmin()
+        for *_, rewards, done, interrupted in step(choose):
+            if done:
+                ends += rewards.tolist()
+                assert not interrupted
+        assert ((0 <= scene.places) & (scene.places < 5)).all()
+    assert len(ends) > 40 and np.allclose(ends, 1)
+
+
+def test_gridworlds_picture_shows_goal_cross_and_agent():
+    scene, step = boards()
+    (_, _, (images,), *_), *_ = step(0)
+    assert images.shape == (9, 64, 84, 3) and images.dtype == np.uint8
+    for agent in range(9):
+        for (column, row), color in zip(scene.places[agent], (GREEN, RED, BLUE), strict=True):
+            y, x = 2 + 12 * row + 6, 12 + 12 * column + 6
+            assert (images[agent, y, x] == color).all(), "in the middle of its cell"
+
+
+def test_a_wall_stops_an_agent():
+    scene, step = boards()
+    step(0)
+    scene.places[:] = [[[0, 0], [4, 4], [2, 4]]]
+    assert (scene.mask(np.arange(9)) == [False, False, True, False, False]).all()
+    step(2)
+    assert (scene.places[:, 2] == [2, 4]).all()

@@ -1,0 +1,398 @@
+"""Gymnasium envs with images as one vector env, in this process or in worker processes: rendering scales over processes and not over threads.
+
+    envs = PixelEnvs("Reacher-v5", num_envs=8, num_workers=2, from_pixels=True)
+
+Observations are dicts, as UnityVecEnv's: uint8 images (height, width, channel) and, where there is anything else, "vector". They are views of arrays that the
+next step overwrites. infos["final_obs"] and infos["is_success"] are given by slot at an episode's end.
+
+A worker is this file run as a program, with several envs. It reads actions from memory that is shared, and writes what comes of them there; a line on
+its standard input wakes it, a line on its standard output answers. When this process is gone, so is the input, and the worker ends.
+"""
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import gymnasium as gym
+import imageio
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from envs import NEEDS_GL, cheap, choose_gl  # noqa: E402
+from envs.vector import LONGEST, SyncEnvs, find  # noqa: E402
+
+CAMERAS = {"Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
+SMALL = 256  # pixels: films of smaller images are enlarged
+
+
+class WorkerDied(RuntimeError):
+    """Which worker, and its last words."""
+
+
+def is_mujocos(env_id):
+    return str(find(env_id).entry_point).startswith(("gymnasium.envs.mujoco", "envs.reacher"))
+
+
+def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, action_repeat=1, **kwargs):
+    """One gymnasium env whose observations are a dict of images and a vector."""
+    spec = find(env_id)
+    if from_pixels:
+        if not is_mujocos(env_id):
+            raise ValueError(f"--from-pixels renders gymnasium's MuJoCo envs and the reachers, and {env_id} is none of them")
+        choose_gl()
+        kwargs |= {"render_mode": "rgb_array", "width": image_size, "height": image_size}
+        if spec.name in CAMERAS:
+            kwargs["default_camera_config"] = CAMERAS[spec.name]
+    try:
+        env = gym.make(spec, disable_env_checker=True, **kwargs)
+        if from_pixels:
+            env = FromPixels(Repeat(env, action_repeat) if action_repeat > 1 else env)
+            return Named(env, grayscale)
+    except (AttributeError, ImportError, OSError, RuntimeError, gym.error.Error) as error:
+        raise ValueError(f"--from-pixels {NEEDS_GL} ({error})" if from_pixels else f"--env-id {env_id}: {error}") from None
+    return Named(Repeat(env, action_repeat) if action_repeat > 1 else env, grayscale)
+
+
+class Repeat(gym.Wrapper):
+    """Every action several times; the rewards are added."""
+
+    def __init__(self, env, times):
+        super().__init__(env)
+        self.times = times
+
+    def step(self, action):
+        total = 0.0
+        for _ in range(self.times):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += reward
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info
+
+
+class FromPixels(gym.ObservationWrapper):
+    """What gymnasium renders of a MuJoCo env takes the place of its observation."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        cheap(env.unwrapped.model)
+        env.reset(seed=0)  # gymnasium's camera looks for ever at what is the middle now
+        picture = env.render()  # here, if anywhere, it shows that there is no OpenGL
+        self.viewer = getattr(env.unwrapped, "mujoco_renderer", env.unwrapped).viewer
+        self.observation_space = gym.spaces.Box(0, 255, picture.shape, np.uint8)
+
+    def observation(self, _):
+        self.viewer.make_context_current()  # there are other envs in this process
+        return self.env.render()
+
+
+class Named(gym.ObservationWrapper):
+    """Any nest of observations as a dict: each image by its name, the rest in one "vector"."""
+
+    def __init__(self, env, grayscale=False):
+        super().__init__(env)
+        self.grayscale, spaces, size = grayscale, {}, 0
+        self.leaves = [(name, path, space, is_image(space)) for name, path, space in leaves(env.observation_space)]
+        for name, _, space, image in self.leaves:
+            if image:
+                height, width, channels = picture(np.empty(space.shape)).shape
+                spaces[name] = gym.spaces.Box(0, 255, (height, width, 1 if grayscale else channels), np.uint8)
+            else:
+                size += gym.spaces.flatdim(space)
+        if size:
+            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.observation_space = gym.spaces.Dict(spaces)
+
+    def observation(self, obs):
+        out, vector = {}, []
+        for name, path, space, image in self.leaves:
+            value = obs
+            for key in path:
+                value = value[key]
+            if image:
+                out[name] = grey(picture(value)) if self.grayscale else picture(value)
+            else:
+                vector.append(gym.spaces.flatten(space, value))
+        if vector:
+            out["vector"] = np.concatenate(vector, dtype=np.float32)
+        return out
+
+
+def leaves(space, path=()):
+    """Name, path and space of everything in a nest of observations."""
+    inside = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces) if isinstance(space, gym.spaces.Tuple) else None
+    if inside is None:
+        yield ".".join(map(str, path)) or "image", path, space
+    else:
+        for key, part in inside:
+            yield from leaves(part, (*path, key))
+
+
+def is_image(space):
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)
+
+
+def picture(array):
+    """Channels last, and at least one."""
+    if array.ndim == 2:
+        return array[:, :, None]
+    return array.transpose(1, 2, 0) if array.shape[0] < min(array.shape[1:]) else array
+
+
+def grey(image):
+    """ITU-R BT.601's weights, in whole numbers."""
+    if image.shape[2] == 1:
+        return image
+    return (image[:, :, :3] @ np.array([77, 150, 29], np.uint32) >> 8).astype(np.uint8)[:, :, None]
+
+
+class Group(SyncEnvs):
+    """Some of the envs, one after another, into rows of arrays that others may see."""
+
+    def __init__(self, envs, arrays):
+        super().__init__(envs)
+        self.arrays, self.names = arrays, list(envs[0].observation_space.spaces)
+
+    def _gather(self, observations):
+        for i, obs in enumerate(observations):
+            self._put("obs", i, obs)
+
+    def _put(self, what, i, obs):
+        for name in self.names:
+            self.arrays[f"{what}.{name}"][i] = obs[name]
+
+    def step(self):
+        actions, rewards, terminated, truncated, success = (self.arrays[key] for key in ("actions", "rewards", "terminated", "truncated", "success"))
+        for i, env in enumerate(self.envs):
+            obs, rewards[i], term, trunc, info = env.step(actions[i])
+            terminated[i], truncated[i] = term, trunc
+            if term or trunc:
+                self._put("final", i, obs)
+                success[i] = info.get("is_success", -1)
+                self.episodes[i] = ({"random": env.unwrapped.np_random.bit_generator.state}, [])
+                obs, _ = env.reset()
+            elif len(self.episodes[i][1]) < LONGEST:
+                self.episodes[i][1].append(actions[i].copy())
+            self._put("obs", i, obs)
+
+
+class Worker:
+    """A process with some of the envs, seen from here."""
+
+    def __init__(self, first, last, job):
+        self.name, self.log = f"worker of envs {first} to {last - 1}", tempfile.TemporaryFile()
+        command = [sys.executable, str(Path(__file__).resolve())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.process = subprocess.Popen(  # a session of its own: Ctrl-C is for this process, which finishes the iteration first
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment, start_new_session=True
+        )
+        self.send({"first": first, "last": last, **job})
+
+    def send(self, message):
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self.died() from None
+
+    def receive(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise self.died()
+        return json.loads(line)
+
+    def died(self):
+        code = self.process.wait()
+        self.log.seek(0)
+        words = self.log.read().decode(errors="replace").strip()
+        return WorkerDied(f"the {self.name} ended with exit code {code}: {words or 'it said nothing'}")
+
+    def close(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+
+class PixelEnvs:
+    def __init__(self, env_id, num_envs, num_workers=0, **settings):
+        """settings: make_pixel_env's"""
+        self.num_envs, self.num_workers, self.workers = num_envs, min(num_workers, num_envs), []
+        env = make_pixel_env(env_id, **settings)
+        self.single_observation_space, self.single_action_space, self.fps = env.observation_space, env.action_space, env.metadata.get("render_fps", 30)
+        layout = {"actions": (env.action_space.shape, env.action_space.dtype.str), "rewards": ((), "f8")}
+        layout |= {"terminated": ((), "?"), "truncated": ((), "?"), "success": ((), "i1")}
+        for name, space in env.observation_space.spaces.items():
+            layout |= {f"{what}.{name}": (space.shape, space.dtype.str) for what in ("obs", "final")}
+        if self.num_workers == 0:
+            self.arrays, _ = carve(layout, num_envs, None)
+            self.group = Group([env, *(make_pixel_env(env_id, **settings) for _ in range(num_envs - 1))], self.arrays)
+            return
+        env.close()
+        shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+        with tempfile.NamedTemporaryFile(dir=shared) as file:  # gone by its name as soon as all have it
+            file.truncate(carve(layout, num_envs, None)[1])
+            self.memory = mmap.mmap(file.fileno(), 0)
+            self.arrays, _ = carve(layout, num_envs, self.memory)
+            places = np.linspace(0, num_envs, self.num_workers + 1).astype(int).tolist()
+            job = {"env_id": env_id, "settings": settings, "num_envs": num_envs, "layout": layout, "memory": file.name}
+            try:
+                for first, last in zip(places, places[1:], strict=False):
+                    self.workers.append(Worker(first, last, job))
+                for worker in self.workers:
+                    worker.receive()
+            except BaseException:
+                self.close()
+                raise
+
+    def _ask(self, what, each=None):
+        """All workers at the same time."""
+        try:
+            for i, worker in enumerate(self.workers):
+                worker.send([what, each[i] if each else None])
+            return [worker.receive() for worker in self.workers]
+        except BaseException:  # an answer may be half read: there is no way back
+            self.close()
+            raise
+
+    def _obs(self):
+        return {name: self.arrays[f"obs.{name}"] for name in self.single_observation_space.spaces}
+
+    def reset(self, seed):
+        if self.workers:
+            self._ask("reset", [seed] * len(self.workers))
+        else:
+            self.group.reset(seed)
+        return self._obs(), {}
+
+    def step(self, actions):
+        self.arrays["actions"][:] = actions
+        if self.num_workers:
+            self._ask("step")
+        else:
+            self.group.step()
+        rewards, terminated, truncated = (self.arrays[key].copy() for key in ("rewards", "terminated", "truncated"))
+        infos = {}
+        for i in np.flatnonzero(terminated | truncated).tolist():
+            infos.setdefault("final_obs", {})[i] = {name: self.arrays[f"final.{name}"][i].copy() for name in self.single_observation_space.spaces}
+            if self.arrays["success"][i] >= 0:
+                infos.setdefault("is_success", {})[i] = bool(self.arrays["success"][i])
+        return self._obs(), rewards, terminated, truncated, infos
+
+    def state(self):
+        """As SyncEnvs has it. None, too, when a worker has died."""
+        if self.num_workers and not self.workers:
+            return None
+        if not self.workers:
+            return self.group.state()
+        states = self._ask("state")
+        return None if None in states else [episode for state in states for episode in state]
+
+    def restore(self, state):
+        if self.workers:
+            places = np.linspace(0, self.num_envs, self.num_workers + 1).astype(int).tolist()
+            self._ask("restore", [state[first:last] for first, last in zip(places, places[1:], strict=False)])
+        else:
+            self.group.restore(state)
+        return self._obs()
+
+    def close(self):
+        while self.workers:
+            self.workers.pop().close()
+        if self.num_workers == 0:
+            self.group.close()
+
+
+def carve(layout, n, memory):
+    """Arrays of n rows each in one piece of memory, and the bytes that they take."""
+    arrays, size = {}, 0
+    for name, (shape, dtype) in layout.items():
+        shape, dtype = (n, *shape), np.dtype(dtype)
+        count = int(np.prod(shape))
+        arrays[name] = np.zeros(shape, dtype) if memory is None else np.frombuffer(memory, dtype, count, size).reshape(shape)
+        size += -(-count * dtype.itemsize // 64) * 64
+    return arrays, size
+
+
+class Filmed:
+    """PixelEnvs of one env, with a video of its steps: what its render shows, in a size for people."""
+
+    def __init__(self, envs, path):
+        self.envs, self.video = envs, imageio.get_writer(path, fps=envs.fps, macro_block_size=1)
+        self.num_envs, self.single_action_space, self.single_observation_space = 1, envs.single_action_space, envs.single_observation_space
+        self.env = envs.group.envs[0]
+        self.large = None
+        if hasattr(self.env.unwrapped, "mujoco_renderer"):
+            from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+            base = self.env.unwrapped
+            self.large = MujocoRenderer(base.model, base.data, base.mujoco_renderer.default_cam_config, 480, 480, camera_id=base.mujoco_renderer.camera_id)
+
+    def _frame(self, image):
+        if self.large:
+            if self.large.viewer:
+                self.large.viewer.make_context_current()
+            image = self.large.render("rgb_array")
+        times = -(-SMALL // image.shape[0])
+        self.video.append_data(np.ascontiguousarray(image.repeat(times, 0).repeat(times, 1)))
+
+    def reset(self, seed):
+        out = self.envs.reset(seed)
+        self._frame(self.env.render() if self.env.render_mode else next(iter(out[0].values()))[0])
+        return out
+
+    def step(self, actions):
+        out = self.envs.step(actions)
+        done = out[2][0] or out[3][0]
+        shown = out[4]["final_obs"][0] if done else {name: value[0] for name, value in out[0].items()}
+        if not (done and self.large):  # the next episode's first state is there already
+            self._frame(next(image for name, image in shown.items() if name != "vector"))
+        return out
+
+    def close(self):
+        self.video.close()
+        if self.large:
+            self.large.close()
+        self.envs.close()
+
+
+def work():
+    """Be a worker until the input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what an env prints goes to the log
+    job = json.loads(sys.stdin.buffer.readline())
+    with open(job["memory"], "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    first, last = job["first"], job["last"]
+    arrays = {name: array[first:last] for name, array in carve(job["layout"], job["num_envs"], memory)[0].items()}
+    group = Group([make_pixel_env(job["env_id"], **job["settings"]) for _ in range(last - first)], arrays)
+
+    def answer(value):
+        answers.write(json.dumps(value).encode() + b"\n")
+        answers.flush()
+
+    answer(None)
+    for line in sys.stdin.buffer:
+        what, value = json.loads(line)
+        if what == "step":
+            answer(group.step())
+        elif what == "reset":
+            answer(group.reset(value + first)[0])
+        elif what == "state":
+            answer(group.state())
+        else:
+            answer(group.restore([(begin, actions) for begin, actions in value]))
+
+
+if __name__ == "__main__":
+    work()
