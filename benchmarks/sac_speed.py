@@ -1,6 +1,6 @@
 """Steps per second of sac_continuous.py beside SB3's SAC with the same settings, taking turns so that noise hits both.
 
-    python benchmarks/sac_speed.py                  about five minutes
+    python benchmarks/sac_speed.py                  about eight minutes
     python benchmarks/sac_speed.py --rounds 1       a first look
 
 HalfCheetah-v5, one env, batches of 256, networks of 256x256, one update per step from step 100 on, CPU, all cores for both. Compilation happens before
@@ -27,7 +27,7 @@ print(steps / (time.time() - start))
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often the two take turns")
-    parser.add_argument("--steps", type=int, default=5000, help="steps a turn; SB3 takes a half")
+    parser.add_argument("--steps", type=int, default=2000, help="steps a turn; SB3 takes a half")
     args = parser.parse_args()
     cheetah = ["--env-id", "HalfCheetah-v5", "--learning-starts", 100, "--total-timesteps", args.steps]
     for more in ((), ("--compile",)):
