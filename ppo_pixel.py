@@ -10,6 +10,7 @@ What images change in ppo_continuous_multiagent.py, which explains the rest:
  - An image is stored once, as uint8. A row's observation is the numbers of its last --frame-stack images: they are stacked and scaled when it is used.
  - One encoder an image, channels last; vectors, normalised, join after it; policy and value share all layers but the last. Values and log-probs
    are kept from acting.
+ - Two runs with one seed are equal to the byte in one thread, OMP_NUM_THREADS=1; in several, sums of convolutions are rounded differently from run to run.
  - Discrete actions: a head for each branch. A choice that Unity's mask forbids has probability 0, when it is sampled and when it is learned from.
  - The exported model takes an image as float (batch, channel, height, width) from 0 to 1, an input for each sensor in Unity's order: so have the models that
    ML-Agents itself exports, for Barracuda (package 2.x, though its sensors send height, width, channel) and for Sentis (3.x, whose sensors have the channels first). The
