@@ -227,9 +227,25 @@ def test_a_sampled_batch_never_mixes_agents_or_episodes():
 def test_observations_are_stored_once():
     buffer = sac.Buffer(10_000, 12, 8, 2)
     for t in range(2000):
-        buffer.close(np.arange(12), np.zeros(12), np.zeros(12), {t % 12: np.zeros(8)} if t % 50 == 0 else {})
+        buffer.close(np.arange(12), np.zeros(12), np.zeros(12), {t % 12: np.zeros(8)})
         buffer.open(np.arange(12), np.zeros((12, 8)))
-    assert len(buffer.obs) < 10_000 + 12 + 200, "rows of overwritten final observations are used again"
+    assert len(buffer.obs) < 10_000 + 12 + 1400, "2,000 episodes ended, 834 of them are in the buffer: rows of overwritten final observations are used again"
+
+
+def test_an_agent_slower_than_the_whole_buffer_disturbs_nobody():
+    """Its last transition is overwritten while its decision is open: what closes it must not be linked to the row's new owner."""
+    buffer, one, other = sac.Buffer(3, 2, 1, 1), np.array([0]), np.array([1])
+    for who in (one, other):
+        buffer.open(who, [[10 * who[0]]])
+    buffer.close(one, 0, False, {})
+    buffer.open(one, [[1]])
+    for k in range(1, 4):
+        buffer.close(other, 0, False, {})
+        buffer.open(other, [[10 + k]])
+    assert [(a, b) for a, _, _, b, _ in content(buffer)] == [(10, 11), (11, 12), (12, 13)]
+    buffer.close(one, 0, False, {})
+    buffer.open(one, [[2]])
+    assert [(a, b) for a, _, _, b, _ in content(buffer)] == [(11, 12), (12, 13), (1, 2)]
 
 
 def test_a_buffer_that_cannot_fit_is_refused():
