@@ -26,6 +26,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -161,7 +162,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-FORMAT = "sac_continuous 1"  # of checkpoints
+FORMAT = "sac_continuous 2"  # of checkpoints
 REPORT = 1000  # decisions between two rows of a curve
 THREADS = torch.get_num_threads()  # as many as there are cores, or OMP_NUM_THREADS
 FREE = {"resume", "total_timesteps", "unity_path", "base_port", "time_scale", "max_restarts", "track", "wandb_project_name", "device", "compile"}
@@ -290,16 +291,17 @@ class Agent(nn.Module):
 class Buffer:
     """Closed transitions in the order in which they were closed, the oldest overwritten. Each observation is stored once: SB3 and CleanRL differ (5).
 
-    `obs` has a row for each transition, then one for each agent, its open decision, then those that ended episodes. `next_row` says in which of them a
-    transition's next observation is: the agent's next transition, which is overwritten later than this one, or its open decision, or a final one.
+    `obs` has a row for each transition, then one for each agent, its open decision, then those that ended episodes, of which there are no more than
+    transitions: memory that is never written to is never taken. `next_row` says in which of them a transition's next observation is: the agent's next
+    transition, which is overwritten later than this one, or its open decision, or a final one.
     """
 
     def __init__(self, size, n, obs_dim, action_dim):
         self.size, self.n, self.added = size, n, 0
-        self.obs, self.actions = np.zeros((size + n, obs_dim), np.float32), np.zeros((size + n, action_dim), np.float32)
+        self.obs, self.actions = np.zeros((size + n + size, obs_dim), np.float32), np.zeros((size + n, action_dim), np.float32)
         self.rewards, self.terminated, self.next_row, self.owner = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, int), np.zeros(size, int)
         self.last = np.full(n, -1)  # each agent's last transition, if its next observation is the open decision's
-        self.free = []  # rows for final observations
+        self.used, self.free = size + n, []  # rows of obs; those that final observations left behind
 
     def open(self, who, obs):
         self.obs[self.size + who] = obs
@@ -327,12 +329,9 @@ class Buffer:
     def put_aside(self, slot, obs):
         """The agent's last transition ends here, with this observation."""
         if self.last[slot] >= 0:
-            if not self.free:  # half as many again
-                first, more = len(self.obs), max(64, (len(self.obs) - self.size - self.n) // 2)
-                self.obs = np.concatenate([self.obs, np.zeros((more, self.obs.shape[1]), np.float32)])
-                self.free.extend(range(first, first + more))
-            self.next_row[self.last[slot]] = row = self.free.pop()
-            self.obs[row] = obs
+            row = self.free.pop() if self.free else self.used
+            self.used = max(self.used, row + 1)
+            self.next_row[self.last[slot]], self.obs[row] = row, obs
             self.last[slot] = -1
 
     def drop(self, who):
@@ -350,15 +349,15 @@ class Buffer:
     def state(self):
         used = len(self)
         state = {key: torch.as_tensor(getattr(self, key)[:used].copy()) for key in ("actions", "rewards", "terminated", "next_row", "owner")}
-        state |= {"obs": torch.as_tensor(self.obs[:used].copy()), "more": torch.as_tensor(self.obs[self.size :].copy())}
+        state |= {"obs": torch.as_tensor(self.obs[:used].copy()), "more": torch.as_tensor(self.obs[self.size : self.used].copy())}
         return state | {"last": torch.as_tensor(self.last), "free": [int(row) for row in self.free], "added": self.added}
 
     def restore(self, state):
         used = len(state["obs"])
         for key in ("actions", "rewards", "terminated", "next_row", "owner"):
             getattr(self, key)[:used] = state[key].numpy()
-        self.obs = np.concatenate([self.obs[: self.size], state["more"].numpy()])
-        self.obs[:used] = state["obs"].numpy()
+        self.used = self.size + len(state["more"])
+        self.obs[:used], self.obs[self.size : self.used] = state["obs"].numpy(), state["more"].numpy()
         self.last, self.free, self.added = state["last"].numpy(), state["free"], state["added"]
 
 
@@ -370,16 +369,22 @@ def available_memory():
         return math.inf
 
 
-def adam(flat, grad, exp_avg, exp_avg_sq, step, lr):
-    """Adam in seven passes over a flat vector: the bias corrections go into two numbers."""
-    exp_avg, exp_avg_sq = exp_avg.lerp(grad, 0.1), torch.addcmul(0.999 * exp_avg_sq, grad, grad, value=0.001)
+def adam(flat, grad, exp_avg, exp_avg_sq, factor, eps):
+    """Adam on a flat vector, in place. Its two numbers come from the step and the learning rate: adam_numbers()."""
+    exp_avg.lerp_(grad, 0.1)
+    exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
+    flat.addcdiv_(exp_avg, exp_avg_sq.sqrt().mul_(factor).add_(eps), value=-1)
+
+
+def adam_numbers(step, lr):
+    """Bias corrections and learning rate in one, worked out once and not at every weight: the kernel that is compiled would do that."""
     rate = lr / (1 - 0.9**step)
-    denominator = exp_avg_sq.sqrt() / (rate * (1 - 0.999**step).sqrt()) + 1e-8 / rate
-    return flat.addcdiv(exp_avg, denominator, value=-1), exp_avg, exp_avg_sq
+    return 1 / (rate * math.sqrt(1 - 0.999**step)), 1e-8 / rate
 
 
 def make_update(agent, args, with_policy=True):
-    """One update on a batch: gradients and Adam on two flat vectors, the actor's with log alpha and the critics', so that it can be compiled whole."""
+    """One update on a batch: gradients and Adam on two flat vectors, the actor's with log alpha and the critics', so that it can be compiled whole. They, the
+    targets and Adam's averages are changed in place; what is returned are the metrics."""
     target_entropy = args.target_entropy if args.target_entropy is not None else -float(agent.actor[-1].out_features // 2)
     policy_parts = [(f"actor.{name}", p.shape, p.numel()) for name, p in agent.actor.named_parameters()] + [("log_alpha", (1,), 1)]
     critic_parts = [(name, p.shape, p.numel()) for name, p in agent.critics.named_parameters()]
@@ -391,39 +396,37 @@ def make_update(agent, args, with_policy=True):
     def q_values(flat, *inputs):
         return functional_call(agent.critics, named(flat, critic_parts), inputs)
 
-    def update(policy, critics, targets, policy_averages, critic_averages, step, policy_step, obs, actions, rewards, next_obs, terminated, noise, next_noise):
+    def update(policy, critics, targets, policy_averages, critic_averages, numbers, obs, actions, rewards, next_obs, terminated, noise, next_noise):
         obs, next_obs = agent.normalize(obs), agent.normalize(next_obs)  # SB3 differs (6)
-        policy, critics = policy.detach().requires_grad_(), critics.detach().requires_grad_()
-        parameters, alpha = named(policy, policy_parts), policy[-1].detach().exp()
+        policy_leaf, critics_leaf = policy.detach().requires_grad_(), critics.detach().requires_grad_()
+        parameters, alpha = named(policy_leaf, policy_parts), policy[-1].exp()
         with torch.no_grad():
             next_actions, next_logprob = functional_call(agent, parameters, (next_obs, next_noise))
             next_values = q_values(targets, next_obs, next_actions).amin(0) - alpha * next_logprob
             backup = rewards + args.gamma * (1 - terminated) * next_values
-        qf_loss = 0.5 * ((q_values(critics, obs, actions) - backup) ** 2).mean(1).sum()  # CleanRL differs (4)
-        (grad,) = torch.autograd.grad(qf_loss, critics)
+        qf_loss = 0.5 * ((q_values(critics_leaf, obs, actions) - backup) ** 2).mean(1).sum()  # CleanRL differs (4)
+        (grad,) = torch.autograd.grad(qf_loss, critics_leaf)
         with torch.no_grad():
-            new_critics, *new_critic_averages = adam(critics, grad, *critic_averages, step + 1, args.learning_rate)
-            new_targets = targets.lerp(new_critics, args.tau)
+            adam(critics, grad, *critic_averages, *numbers[:2])
+            targets.lerp_(critics, args.tau)
         metrics = [qf_loss, backup.mean(), alpha]
-        new_policy, new_policy_averages, new_policy_step = policy, policy_averages, policy_step
         if with_policy:
             new_actions, logprob = functional_call(agent, parameters, (obs, noise))
-            actor_loss = (alpha * logprob - q_values(new_critics, obs, new_actions).amin(0)).mean()
-            (grad,) = torch.autograd.grad(actor_loss, policy)
+            actor_loss = (alpha * logprob - q_values(critics, obs, new_actions).amin(0)).mean()
+            (grad,) = torch.autograd.grad(actor_loss, policy_leaf)
             with torch.no_grad():
                 entropy = -logprob.mean()
                 if args.autotune:
                     grad[-1] = entropy - target_entropy  # of -log_alpha * (logprob + target_entropy)
-                new_policy_step = policy_step + 1
-                new_policy, *new_policy_averages = adam(policy, grad, *policy_averages, new_policy_step, args.learning_rate)
+                adam(policy, grad, *policy_averages, *numbers[2:])
                 metrics += [actor_loss, entropy]
-        metrics = torch.stack([x.detach() for x in metrics])
-        return new_policy.detach(), new_critics.detach(), new_targets, new_policy_averages, new_critic_averages, step + 1, new_policy_step, metrics
+        return torch.stack([x.detach() for x in metrics])
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
-        unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the shapes are the same for ever
-        return torch.compile(update, fullgraph=True, dynamic=False, options=unguarded)
+        # The shapes are the same for ever, and what calls the kernels can be C++ too.
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "cpp_wrapper": args.device == "cpu"}
+        return torch.compile(update, fullgraph=True, dynamic=False, options=options)
     return update
 
 
@@ -621,6 +624,9 @@ def run(args, envs, how, resumed, stop):
     env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
     flat_actions, low, high = (x.reshape(-1, action_dim) for x in (env_actions, envs.single_action_space.low, envs.single_action_space.high))
     torch.set_num_threads(1 if args.batch_size * max(args.hidden_sizes) < 2**16 else THREADS)  # small products are not worth a second thread
+    if sys.platform == "linux":  # what an update frees stays at hand (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): otherwise the next one gets it back page by page
+        for option, size in ((-3, 2**25), (-1, 2**30)):
+            ctypes.CDLL(None).mallopt(option, size)
     overlap = args.overlap and hasattr(envs, "step_async")
 
     folder = resumed[0].parent if resumed else Path("runs", f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}")
@@ -654,7 +660,7 @@ def run(args, envs, how, resumed, stop):
         flat.append(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(flat[-1], parameters)
     updates = [make_update(agent, args, with_policy) for with_policy in (True, False)]
-    optimizer = [[torch.zeros_like(x) for _ in range(2)] for x in flat[:2]] + [torch.zeros((), device=device) for _ in range(2)]  # Adam's averages and steps
+    optimizer = [[torch.zeros_like(x) for _ in range(2)] for x in flat[:2]]  # Adam's averages
     buffer = Buffer(args.buffer_size, n, obs_dim, action_dim)
     episode_return, episode_length, learn_from = np.zeros(n), np.zeros(n, int), args.learning_starts
     num_updates, owed, normalized, global_step, best, recent, since_checkpoint, next_obs = 0, 0.0, 0, 0, -math.inf, [], [], None
@@ -662,8 +668,7 @@ def run(args, envs, how, resumed, stop):
     if resumed:
         state = resumed[1]
         agent.load_state_dict(state["agent"])
-        averages, critic_averages, *steps = state["optimizer"]
-        optimizer = [[x.to(device) for x in averages], [x.to(device) for x in critic_averages], *(x.to(device) for x in steps)]
+        optimizer = [[x.to(device) for x in averages] for averages in state["optimizer"]]
         (num_updates, owed, normalized), global_step, best, recent = (state[key] for key in ("updates", "global_step", "best", "recent"))
         set_random_state(state["random"])
         envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
@@ -717,10 +722,8 @@ def run(args, envs, how, resumed, stop):
             batch = [torch.as_tensor(x, device=device) for x in buffer.sample(args.batch_size)]
             noise, next_noise = torch.randn_like(batch[1]), torch.randn_like(batch[1])
             update = updates[num_updates % args.policy_frequency > 0]  # CleanRL differs (7)
-            *new, optimizer[0], optimizer[1], optimizer[2], optimizer[3], update_metrics = update(*flat, *optimizer, *batch, noise, next_noise)
-            for old, x in zip(flat, new, strict=True):
-                old.copy_(x)
-            metrics.append(update_metrics)
+            numbers = adam_numbers(num_updates + 1, args.learning_rate) + adam_numbers(num_updates // args.policy_frequency + 1, args.learning_rate)
+            metrics.append(update(*flat, *optimizer, torch.tensor(numbers, device=device), *batch, noise, next_noise))
             owed, num_updates = owed - 1, num_updates + 1
 
     def give_up():
@@ -734,7 +737,8 @@ def run(args, envs, how, resumed, stop):
         start = time.time()
         example = [torch.zeros((args.batch_size, *shape), device=device) for shape in ((obs_dim,), (action_dim,), (), (obs_dim,), (), (action_dim,), (action_dim,))]
         for update in updates[: 1 if args.policy_frequency == 1 else 2]:
-            update(*flat, *optimizer, *example)
+            vectors, averages = deepcopy((flat, optimizer))
+            update(*vectors, *averages, torch.ones(4, device=device), *example)
         print(f"Compiled the update in {time.time() - start:.1f} s", flush=True)
 
     everybody = np.arange(n)
