@@ -178,7 +178,7 @@ PRESETS = {
 }
 
 
-FORMAT = "ppo_pixel 1"  # of checkpoints
+FORMAT = "ppo_pixel 2"  # of checkpoints
 THREADS = torch.get_num_threads()  # as many as there are cores, or OMP_NUM_THREADS
 FREE = {"resume", "total_timesteps", "unity_path", "base_port", "time_scale", "max_restarts", "track", "wandb_project_name", "device", "compile", "num_workers"}
 FREE |= {"checkpoint_interval", "keep_checkpoints", "capture_video", "video_interval"}  # what may be another when a run goes on
@@ -417,11 +417,16 @@ def gae(rewards, values, next_values, goes_on, gamma, gae_lambda):
     return advantages
 
 
+def adam_numbers(step, lr):
+    """Adam's learning rate and bias corrections, worked out once and not at every weight, as a compiled kernel would."""
+    return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
+
+
 def make_update(agent, args):
     """One minibatch: loss, gradient, clipping and Adam on one flat vector of all parameters, so that it can be compiled whole."""
     names, shapes, sizes = zip(*((name, p.shape, p.numel()) for name, p in agent.named_parameters()), strict=True)
 
-    def update(flat, exp_avg, exp_avg_sq, step, lr, mb_inds, images, *batch):
+    def update(flat, exp_avg, exp_avg_sq, numbers, mb_inds, images, *batch):
         vectors, masks, actions, logprobs, advantages, returns, values = (x[mb_inds] for x in batch)
         flat = flat.detach().requires_grad_()
         parameters = {name: part.view(shape) for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True)}
@@ -442,13 +447,11 @@ def make_update(agent, args):
             norm = grad.norm()
             grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
             approx_kl = (ratio - 1 - logratio).mean()
-            new_step = step + 1
             new_exp_avg = exp_avg + 0.1 * (grad - exp_avg)
             new_exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * grad**2
-            denominator = (new_exp_avg_sq / (1 - 0.999**new_step)).sqrt() + 1e-5
-            new_flat = flat - lr / (1 - 0.9**new_step) * new_exp_avg / denominator
+            new_flat = flat - numbers[0] * new_exp_avg / (new_exp_avg_sq.sqrt() * numbers[1] + 1e-5)
             metrics = torch.stack([pg_loss, v_loss, entropy, approx_kl, ((ratio - 1).abs() > args.clip_coef).float().mean(), norm, ratio[0]])
-        return new_flat.detach(), new_exp_avg, new_exp_avg_sq, new_step, metrics.detach()
+        return new_flat.detach(), new_exp_avg, new_exp_avg_sq, metrics.detach()
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
@@ -722,7 +725,7 @@ def run(args, envs, how, resumed, stop):
     return_rms = Normalizer()
     update = make_update(agent, args)
     flat = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    optimizer = [torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)]  # Adam's two averages and its step
+    optimizer, num_updates = [torch.zeros_like(flat), torch.zeros_like(flat)], 0  # Adam's two averages and its steps
     discounted, episode_return, episode_length = [0.0] * n, [0.0] * n, [0] * n
     iteration, global_step, best, recent, since_checkpoint, next_obs = 0, 0, -math.inf, [], [], None
     frames, begins = Frames(spec, n, 2 * (batch_size + 2 * n) + n * spec["stack"]), np.ones(n, bool)  # begins: the next observation is an episode's first
@@ -730,7 +733,8 @@ def run(args, envs, how, resumed, stop):
         state = resumed[1]
         agent.load_state_dict(state["agent"])
         return_rms.load_state_dict(state["return_rms"])
-        flat, optimizer = nn.utils.parameters_to_vector(agent.parameters()).detach(), [x.to(device) for x in state["optimizer"]]
+        flat = nn.utils.parameters_to_vector(agent.parameters()).detach()
+        *optimizer, num_updates = *(x.to(device) for x in state["optimizer"][:2]), state["optimizer"][2]
         iteration, global_step, best, recent = (state[key] for key in ("iteration", "global_step", "best", "recent"))
         set_random_state(state["random"])
         if state["envs"] is not None:
@@ -746,7 +750,7 @@ def run(args, envs, how, resumed, stop):
         writer.flush()
         mean_return = float(np.mean(since_checkpoint)) if since_checkpoint else -math.inf
         better, best, since_checkpoint = mean_return > best, max(mean_return, best), []
-        state = {"format": FORMAT, "args": asdict(args), "agent": agent.state_dict(), "return_rms": return_rms.state_dict(), "optimizer": optimizer}
+        state = {"format": FORMAT, "args": asdict(args), "agent": agent.state_dict(), "return_rms": return_rms.state_dict(), "optimizer": (*optimizer, num_updates)}
         state |= {"iteration": iteration, "global_step": global_step, "best": best, "recent": recent, "random": random_state()}
         state |= {"envs": envs.state() if hasattr(envs, "state") else None, "episodes": (discounted, episode_return, episode_length)}
         state |= {"frames": {name: torch.from_numpy(images[frames.last]) for name, images in frames.store.items()}, "spec": spec}
@@ -800,7 +804,7 @@ def run(args, envs, how, resumed, stop):
         torch.set_num_threads(learn_threads)  # torch compiles anew when it changes
         example = [torch.from_numpy(x).to(device).expand(batch_size, *x.shape[1:]).clone() for x in (*blank(1)[2:6], *[np.zeros(1, np.float32)] * 3)]
         images = stacked(frames.images(device), torch.zeros((minibatch_size, spec["stack"]), dtype=int, device=device))
-        update(flat, *optimizer, torch.zeros((), device=device), torch.arange(minibatch_size, device=device), images, *example)
+        update(flat, *optimizer, torch.ones(2, device=device), torch.arange(minibatch_size, device=device), images, *example)
         print(f"Compiled the update in {time.time() - start:.1f} s", flush=True)
     progress, seconds = Progress(num_iterations * batch_size, global_step), {"env": 0.0, "act": 0.0, "learn": 0.0}
     last = False
@@ -899,20 +903,22 @@ def run(args, envs, how, resumed, stop):
         b_advantages, b_values = torch.tensor(advantages, dtype=torch.float32, device=device)[rows], values[rows]
         obs, *batch = (x[rows] for x in (obs, vectors, masks, actions, logprobs))
         batch += [b_advantages, b_advantages + b_values, b_values]
-        lr_now, metrics, stopped, last_good = torch.tensor(lr, device=device), [], False, (flat, *optimizer)
+        metrics, stopped, last_good = [], False, (*optimizer, num_updates)
         for _ in range(args.update_epochs):
             for mb_inds in torch.as_tensor(np.random.permutation(batch_size), device=device).split(minibatch_size):
-                *new, mb_metrics = update(flat, *optimizer, lr_now, mb_inds, stacked(images, obs[mb_inds]), *batch)
+                numbers = torch.tensor(adam_numbers(num_updates + 1, lr), device=device)
+                *new, mb_metrics = update(flat, *optimizer, numbers, mb_inds, stacked(images, obs[mb_inds]), *batch)
                 stopped = args.target_kl is not None and float(mb_metrics[3]) > 1.5 * args.target_kl  # CleanRL differs (7)
                 if stopped:
                     break
                 flat, *optimizer = new
+                num_updates += 1
                 metrics.append(mb_metrics)
             if stopped:
                 break
         metrics = torch.stack(metrics).cpu() if metrics else torch.zeros(1, 7)
         if not torch.isfinite(metrics).all() or not torch.isfinite(flat).all():
-            _, *optimizer = last_good  # the agent's weights are those before the update still
+            *optimizer, num_updates = last_good  # the agent's weights are those before the update still
             global_step -= num_closed - len(lost)
             keep()
             raise FloatingPointError(f"iteration {iteration + 1}: a loss or gradient is not a number. The state before it is in {folder}/checkpoint.pt")

@@ -377,7 +377,7 @@ def adam(flat, grad, exp_avg, exp_avg_sq, factor, eps):
 
 
 def adam_numbers(step, lr):
-    """Bias corrections and learning rate in one, worked out once and not at every weight: the kernel that is compiled would do that."""
+    """Adam's learning rate and bias corrections, worked out once and not at every weight, as a compiled kernel would."""
     rate = lr / (1 - 0.9**step)
     return 1 / (rate * math.sqrt(1 - 0.999**step)), 1e-8 / rate
 

@@ -231,9 +231,9 @@ def spy_on(script, monkeypatch, tmp_path, small):
 
         def spied(*inputs):
             if not seen.batches or seen.batches[-1][-1] is not inputs[-1]:
-                seen.batches.append(inputs[6:])
+                seen.batches.append(inputs[5:])
                 seen.ratios.append(float(update(*inputs)[-1][-1]))
-            seen.minibatches.append(inputs[5:7])
+            seen.minibatches.append(inputs[4:6])
             return update(*inputs)
 
         return spied
