@@ -36,6 +36,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -295,7 +296,7 @@ class Agent(nn.Module):
 
     def encode(self, images, vector):
         """images: uint8 (batch, channel, height, width), in memory with the channels last."""
-        parts = [encoder(image.float() / 255) for encoder, image in zip(self.encoders, images, strict=True)]
+        parts = [encoder(image.float().div_(255)) for encoder, image in zip(self.encoders, images, strict=True)]
         return self.trunk(torch.cat([*parts, self.normalize(vector)], 1) if isinstance(self.trunk, nn.Sequential) else parts[0])
 
     def choices(self, x, mask):
@@ -387,8 +388,8 @@ def stacked(images, rows):
     """Observations by the numbers of their images: (batch, channel, height, width), the oldest image's channels first, in memory with the channels last."""
     out = []
     for x in images:
-        x = x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).permute(0, 2, 3, 1, 4)
-        out.append(x.reshape(*x.shape[:3], -1).permute(0, 3, 1, 2))
+        frames = [x.index_select(0, column) for column in rows.unbind(1)]
+        out.append((torch.cat(frames, 3) if len(frames) > 1 else frames[0]).permute(0, 3, 1, 2))
     return out
 
 
@@ -694,6 +695,9 @@ def run(args, envs, how, resumed, stop):
         raise ValueError(f"{resumed[0]} has {resumed[1]['global_step']} decisions already: give a larger --total-timesteps to go on")
     env_actions = np.zeros((n, *space.shape), space.dtype)
     flat_actions = env_actions.reshape(n, action_dim)
+    if sys.platform == "linux":  # what an update frees stays at hand (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): otherwise the next one gets it back page by page
+        for option, size in ((-3, 2**30), (-1, 2**31 - 1)):
+            ctypes.CDLL(None).mallopt(option, size)
     # Convolutions are worth all cores. But while agents act, workers and players need them.
     act_threads, learn_threads = THREADS if getattr(envs, "num_workers", None) == 0 else 1, THREADS
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import imageio
+import mujoco
 import numpy as np
 
 if __name__ == "__main__":
@@ -28,6 +29,7 @@ from envs import NEEDS_GL, cheap, choose_gl  # noqa: E402
 from envs.vector import LONGEST, SyncEnvs, find  # noqa: E402
 
 CAMERAS = {"Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
+COARSE = {"numslices": 12, "numstacks": 6, "numquads": 2}  # of round bodies and floors: fewer triangles than MuJoCo's draw in a third of the time
 SMALL = 256  # pixels: films of smaller images are enlarged
 
 
@@ -39,8 +41,9 @@ def is_mujocos(env_id):
     return str(find(env_id).entry_point).startswith(("gymnasium.envs.mujoco", "envs.reacher"))
 
 
-def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, action_repeat=1, **kwargs):
-    """One gymnasium env whose observations are a dict of images and a vector."""
+def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, action_repeat=1, painter=None, **kwargs):
+    """One gymnasium env whose observations are a dict of images and a vector. painter: another env of the same id and process, whose OpenGL draws this one
+    too."""
     spec = find(env_id)
     if from_pixels:
         if not is_mujocos(env_id):
@@ -52,7 +55,7 @@ def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, ac
     try:
         env = gym.make(spec, disable_env_checker=True, **kwargs)
         if from_pixels:
-            env = FromPixels(Repeat(env, action_repeat) if action_repeat > 1 else env)
+            env = FromPixels(Repeat(env, action_repeat) if action_repeat > 1 else env, painter and painter.get_wrapper_attr("viewer"))
             return Named(env, grayscale)
     except (AttributeError, ImportError, OSError, RuntimeError, gym.error.Error) as error:
         raise ValueError(f"--from-pixels {NEEDS_GL} ({error})" if from_pixels else f"--env-id {env_id}: {error}") from None
@@ -77,19 +80,33 @@ class Repeat(gym.Wrapper):
 
 
 class FromPixels(gym.ObservationWrapper):
-    """What gymnasium renders of a MuJoCo env takes the place of its observation."""
+    """What gymnasium renders of a MuJoCo env takes the place of its observation. Envs with one model share what draws them: changing from one to another costs
+    more than most of them take to draw."""
 
-    def __init__(self, env):
+    def __init__(self, env, viewer=None):
         super().__init__(env)
-        cheap(env.unwrapped.model)
-        env.reset(seed=0)  # gymnasium's camera looks for ever at what is the middle now
-        picture = env.render()  # here, if anywhere, it shows that there is no OpenGL
-        self.viewer = getattr(env.unwrapped, "mujoco_renderer", env.unwrapped).viewer
-        self.observation_space = gym.spaces.Box(0, 255, picture.shape, np.uint8)
+        self.base, self.viewer = env.unwrapped, viewer
+        cheap(self.base.model)
+        if viewer is None:
+            env.reset(seed=0)  # gymnasium's camera looks for ever at what is the middle now
+            quality, fine = self.base.model.vis.quality, {}
+            for name, few in COARSE.items():
+                fine[name] = getattr(quality, name)
+                setattr(quality, name, min(few, fine[name]))
+            env.render()  # here, if anywhere, it shows that there is no OpenGL
+            self.viewer = getattr(self.base, "mujoco_renderer", self.base).viewer
+            for name, value in fine.items():  # films are larger
+                setattr(quality, name, value)
+        self.observation_space = gym.spaces.Box(0, 255, (self.viewer.viewport.height, self.viewer.viewport.width, 3), np.uint8)
 
     def observation(self, _):
-        self.viewer.make_context_current()  # there are other envs in this process
-        return self.env.render()
+        """As gymnasium's viewer does it, without the depth, which it reads too."""
+        view, out = self.viewer, np.empty(self.observation_space.shape, np.uint8)
+        view.make_context_current()  # what films this env has another
+        mujoco.mjv_updateScene(self.base.model, self.base.data, view.vopt, view.pert, view.cam, mujoco.mjtCatBit.mjCAT_ALL, view.scn)
+        mujoco.mjr_render(view.viewport, view.scn, view.con)
+        mujoco.mjr_readPixels(out, None, view.viewport, view.con)
+        return out[::-1]
 
 
 class Named(gym.ObservationWrapper):
@@ -188,7 +205,7 @@ class Worker:
     def __init__(self, first, last, job):
         self.name, self.log = f"worker of envs {first} to {last - 1}", tempfile.TemporaryFile()
         command = [sys.executable, str(Path(__file__).resolve())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {"LP_NUM_THREADS": "0", **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.process = subprocess.Popen(  # a session of its own: Ctrl-C is for this process, which finishes the iteration first
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment, start_new_session=True
         )
@@ -236,7 +253,7 @@ class PixelEnvs:
             layout |= {f"{what}.{name}": (space.shape, space.dtype.str) for what in ("obs", "final")}
         if self.num_workers == 0:
             self.arrays, _ = carve(layout, num_envs, None)
-            self.group = Group([env, *(make_pixel_env(env_id, **settings) for _ in range(num_envs - 1))], self.arrays)
+            self.group = Group([env, *(make_pixel_env(env_id, painter=env, **settings) for _ in range(num_envs - 1))], self.arrays)
             return
         env.close()
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -375,7 +392,8 @@ def work():
         memory = mmap.mmap(file.fileno(), 0)
     first, last = job["first"], job["last"]
     arrays = {name: array[first:last] for name, array in carve(job["layout"], job["num_envs"], memory)[0].items()}
-    group = Group([make_pixel_env(job["env_id"], **job["settings"]) for _ in range(last - first)], arrays)
+    env = make_pixel_env(job["env_id"], **job["settings"])
+    group = Group([env, *(make_pixel_env(job["env_id"], painter=env, **job["settings"]) for _ in range(last - first - 1))], arrays)
 
     def answer(value):
         answers.write(json.dumps(value).encode() + b"\n")
