@@ -344,6 +344,7 @@ def make_update(agent, args):
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
+        update.__code__ = update.__code__.replace()  # a copy: torch keeps what it compiles by the code, and without guards would take it for another's
         # The shapes are the same for ever, and what calls the kernels can be C++ too: for so small a network Python takes as long as they do.
         options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "cpp_wrapper": args.device == "cpu"}
         return torch.compile(update, fullgraph=True, dynamic=False, options=options)

@@ -175,7 +175,7 @@ class Args:
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
 PRESETS = {
     **{f"DummyPixels{kind}-v0": DUMMY for kind in ("", "Discrete", "MultiDiscrete", "Dict")},
-    "GridWorld": dict(total_timesteps=200_000, learning_rate=1e-3, num_steps=128, num_minibatches=9, gamma=0.9, ent_coef=5e-3, features=256),
+    "GridWorld": dict(total_timesteps=100_000, learning_rate=1e-3, num_steps=128, num_minibatches=9, gamma=0.9, ent_coef=5e-3, features=256),
 }
 
 
@@ -456,6 +456,7 @@ def make_update(agent, args):
 
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
+        update.__code__ = update.__code__.replace()  # a copy: torch keeps what it compiles by the code, and without guards would take it for another's
         unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the shapes are the same for ever
         return torch.compile(update, fullgraph=True, dynamic=False, options=unguarded)
     return update

@@ -1,6 +1,7 @@
 """What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's run, and SB3's beside it."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from unity_player import UnityMessageProto, Wire  # noqa: E402
 
 there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
 needs_gl = pytest.mark.skipif(not there, reason="no OpenGL here, on Debian and Ubuntu: apt-get install libegl1 libgl1")
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))), reason="no C++ compiler here, on Debian and Ubuntu: apt-get install g++")
 
 
 def free_port():

@@ -5,15 +5,17 @@ from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import onnx
 import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import agent, assert_parity, assert_refused, learn_with_sb3, needs_gl, run_script, spy_on, start_like_sb3, stop_after
+from conftest import agent, assert_parity, assert_refused, learn_with_sb3, needs_compiler, needs_gl, run_script, spy_on, start_like_sb3, stop_after
 
 import ppo_pixel as ppo
+from envs import cheap
 from envs.pixels import Named, PixelEnvs, WorkerDied
 
 SMALL = dict(env_id="parity_env:ParityPixels-v0", num_envs=2, num_steps=32, num_minibatches=4, update_epochs=2, features=16)
@@ -234,6 +236,7 @@ def test_first_ratio_of_every_update_is_one(spy):
     np.testing.assert_allclose(seen.ratios, 1, atol=1e-5)
 
 
+@needs_compiler
 def test_compiled_update_is_the_same(spy):
     plain = {k: v.clone() for k, v in spy(total_timesteps=128).agent.state_dict().items()}
     compiled = spy(total_timesteps=128, compile=True).agent.state_dict()
@@ -312,6 +315,24 @@ def test_rendered_images_show_the_env(env_id, grayscale):
     images = np.stack([obs["image"] for obs, *_ in first[1:]])
     assert images.shape == (30, 3, 48, 48, 1 if grayscale else 3) and images.std() > 3
     assert (images[5] != images[0]).any((1, 2, 3)).all() and (images[:, 0] != images[:, 1]).any()
+
+
+@needs_gl
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Reacher2Dof-v0"])
+def test_rendered_images_are_gymnasiums(env_id):
+    """Each env's own state, whichever env's OpenGL draws it, without shadows, and but for the edges of bodies that have fewer sides."""
+    gymnasiums = gym.make(env_id, render_mode="rgb_array", width=64, height=64).unwrapped
+    with closing(PixelEnvs(env_id, 3, from_pixels=True)) as envs, closing(gymnasiums):
+        envs.reset(seed=1)
+        for _ in range(20):
+            images = envs.step(np.stack([np.full(envs.single_action_space.shape, x, np.float32) for x in (-1, 0, 1)]))[0]["image"].astype(int)
+        cheap(gymnasiums.model)
+        gymnasiums.reset(seed=0)
+        gymnasiums.render()
+        for env, image in zip(envs.group.envs, images, strict=True):
+            mujoco.mj_copyData(gymnasiums.data, gymnasiums.model, env.unwrapped.data)
+            difference = [np.abs(gymnasiums.render() - other).mean() for other in images]
+            assert np.abs(gymnasiums.render() - image).mean() == min(difference) < 1 and sorted(difference)[1] > 2
 
 
 @needs_gl

@@ -9,7 +9,7 @@ import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import assert_refused, call, curve, stop_after, train, trajectories, watch
+from conftest import assert_refused, call, curve, needs_compiler, stop_after, train, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -285,6 +285,14 @@ def test_policy_frequency_leaves_policy_and_temperature_alone_in_between(monkeyp
     seen = spy(monkeypatch)
     run(policy_frequency=3, total_timesteps=80)
     assert [len(losses) for losses in seen.losses] == [5, 3, 3] * 20
+
+
+@needs_compiler
+def test_compiled_update_is_the_same():
+    """Weights, temperature and targets; and to compile it changes nothing."""
+    plain, compiled = (sac.load(run(policy_frequency=2, total_timesteps=80, norm_obs=True, compile=compile))[1]["agent"] for compile in (False, True))
+    for key, value in plain.items():
+        np.testing.assert_allclose(compiled[key], value, atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize(("updates_per_step", "expected"), [(0.25, 45), (1, 180), (2, 360)])
