@@ -662,7 +662,10 @@ def run(args, envs, how, resumed, stop):
         nn.utils.vector_to_parameters(flat[-1], parameters)
     updates = [make_update(agent, args, with_policy) for with_policy in (True, False)]
     optimizer = [[torch.zeros_like(x) for _ in range(2)] for x in flat[:2]]  # Adam's averages
-    buffer = Buffer(args.buffer_size, n, obs_dim, action_dim)
+    try:
+        buffer = Buffer(args.buffer_size, n, obs_dim, action_dim)
+    except MemoryError as error:
+        raise ValueError(f"--buffer-size {args.buffer_size}: {error}; give a smaller one") from None
     episode_return, episode_length, learn_from = np.zeros(n), np.zeros(n, int), args.learning_starts
     num_updates, owed, normalized, global_step, best, recent, since_checkpoint, next_obs = 0, 0.0, 0, 0, -math.inf, [], [], None
     envs.single_action_space.seed(args.seed)
