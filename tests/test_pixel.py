@@ -327,6 +327,8 @@ def test_rendered_images_are_gymnasiums(env_id):
         for _ in range(20):
             images = envs.step(np.stack([np.full(envs.single_action_space.shape, x, np.float32) for x in (-1, 0, 1)]))[0]["image"].astype(int)
         cheap(gymnasiums.model)
+        slices = [env.unwrapped.model.vis.quality.numslices for env in envs.group.envs]
+        assert slices == [gymnasiums.model.vis.quality.numslices] * 3, "films have all of them"
         gymnasiums.reset(seed=0)
         gymnasiums.render()
         for env, image in zip(envs.group.envs, images, strict=True):

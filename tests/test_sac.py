@@ -24,7 +24,7 @@ run, call = partial(train, sac, SMALL), partial(call, sac)
 
 def spy(monkeypatch, initial=None, seed=11):
     """Sees the agent, the buffer and every update's losses; the agent begins with these weights, and chance with this seed."""
-    seen, build, fill, make_update = SimpleNamespace(losses=[]), sac.Agent, sac.Buffer, sac.make_update
+    seen, build, fill, make_update = SimpleNamespace(losses=[], numbers=[]), sac.Agent, sac.Buffer, sac.make_update
 
     def agent(*args):
         seen.agent = build(*args)
@@ -44,6 +44,7 @@ def spy(monkeypatch, initial=None, seed=11):
         def counted(*inputs):
             out = update(*inputs)
             seen.losses.append(out.tolist())
+            seen.numbers.append(inputs[5])
             return out
 
         return counted
@@ -285,6 +286,8 @@ def test_policy_frequency_leaves_policy_and_temperature_alone_in_between(monkeyp
     seen = spy(monkeypatch)
     run(policy_frequency=3, total_timesteps=80)
     assert [len(losses) for losses in seen.losses] == [5, 3, 3] * 20
+    for i, numbers in enumerate(seen.numbers):
+        assert numbers.tolist() == pytest.approx((*sac.adam_numbers(i + 1, 3e-4), *sac.adam_numbers(i // 3 + 1, 3e-4))), "Adam counts each one's own steps"
 
 
 @needs_compiler
