@@ -731,9 +731,10 @@ def run(args, envs, how, resumed, stop):
             owed, num_updates = owed - 1, num_updates + 1
 
     def give_up():
+        nonlocal num_updates
         for x, good in zip(flat, last_good[0], strict=True):
             x.copy_(good)
-        optimizer[:] = last_good[1]
+        optimizer[:], num_updates = last_good[1:]
         keep(with_buffer=False)
         raise FloatingPointError(f"decision {global_step}: a loss or gradient is not a number. The weights before it are in {folder}/checkpoint.pt")
 
@@ -760,7 +761,7 @@ def run(args, envs, how, resumed, stop):
     buffer.open(who, np.asarray(pick(next_obs, who), np.float32).reshape(len(who), obs_dim))
     if args.capture_video and not resumed:
         show_policy()
-    metrics, returns, successes, last_good, last = [], [], [], deepcopy((flat, optimizer)), False
+    metrics, returns, successes, last_good, last = [], [], [], deepcopy((flat, optimizer, num_updates)), False
     start = time.perf_counter()
     while global_step < args.total_timesteps and not stop:
         if global_step < args.learning_starts:
@@ -834,7 +835,7 @@ def run(args, envs, how, resumed, stop):
         means = torch.stack([x for x in metrics if len(x) == len(metrics[0])]).mean(0).tolist() if metrics else []
         if not np.isfinite(means).all() or not all(torch.isfinite(x).all() for x in flat):
             give_up()
-        last_good = deepcopy((flat, optimizer))
+        last_good = deepcopy((flat, optimizer, num_updates))
         names = ("qf_loss", "qf_values", "alpha", "actor_loss", "entropy")
         scalars = {f"losses/{name}": x for name, x in zip(names, means, strict=False)}
         scalars["charts/SPS"] = (global_step - progress.done) / (time.time() - progress.start)

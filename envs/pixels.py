@@ -80,8 +80,8 @@ class Repeat(gym.Wrapper):
 
 
 class FromPixels(gym.ObservationWrapper):
-    """What gymnasium renders of a MuJoCo env takes the place of its observation. Envs with one model share what draws them: changing from one to another costs
-    more than most of them take to draw."""
+    """What gymnasium renders of a MuJoCo env takes the place of its observation. Envs with one model share what draws them: changing between OpenGL contexts
+    would take a tenth of the time."""
 
     def __init__(self, env, viewer=None):
         super().__init__(env)

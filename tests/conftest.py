@@ -219,6 +219,14 @@ def trajectories(record):
     return [*done, *running.values()]
 
 
+def assert_compiled_is_the_same(spy, **settings):
+    """spy: what spy_on gives."""
+    plain = {key: value.clone() for key, value in spy(**settings).agent.state_dict().items()}
+    compiled = spy(**settings, compile=True).agent.state_dict()
+    for key, value in plain.items():
+        np.testing.assert_allclose(compiled[key], value, atol=1e-5, err_msg=key)
+
+
 def spy_on(script, monkeypatch, tmp_path, small):
     """Runs a PPO script in an empty folder, and sees what goes into the advantage and into the update."""
     monkeypatch.chdir(tmp_path)

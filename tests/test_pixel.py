@@ -12,7 +12,7 @@ import onnxruntime
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import agent, assert_parity, assert_refused, learn_with_sb3, needs_compiler, needs_gl, run_script, spy_on, start_like_sb3, stop_after
+from conftest import agent, assert_compiled_is_the_same, assert_parity, assert_refused, learn_with_sb3, needs_compiler, needs_gl, run_script, spy_on, start_like_sb3, stop_after
 
 import ppo_pixel as ppo
 from envs import cheap
@@ -238,10 +238,7 @@ def test_first_ratio_of_every_update_is_one(spy):
 
 @needs_compiler
 def test_compiled_update_is_the_same(spy):
-    plain = {k: v.clone() for k, v in spy(total_timesteps=128).agent.state_dict().items()}
-    compiled = spy(total_timesteps=128, compile=True).agent.state_dict()
-    for key, value in plain.items():
-        np.testing.assert_allclose(compiled[key], value, atol=1e-4, err_msg=key)
+    assert_compiled_is_the_same(spy, total_timesteps=128)
 
 
 # Envs

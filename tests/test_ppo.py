@@ -7,7 +7,7 @@ import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import assert_parity, assert_refused, learn_with_sb3, needs_compiler, spy_on, start_like_sb3, trajectories, watch
+from conftest import assert_compiled_is_the_same, assert_parity, assert_refused, learn_with_sb3, needs_compiler, spy_on, start_like_sb3, trajectories, watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,10 +177,7 @@ def test_target_kl_stops_before_the_step(spy):
 
 @needs_compiler
 def test_compiled_update_is_the_same(spy):
-    plain = {k: v.clone() for k, v in spy(total_timesteps=256).agent.state_dict().items()}
-    compiled = spy(total_timesteps=256, compile=True).agent.state_dict()
-    for key, value in plain.items():
-        np.testing.assert_allclose(compiled[key], value, atol=1e-5, err_msg=key)
+    assert_compiled_is_the_same(spy, total_timesteps=256)
 
 
 def test_two_runs_with_one_seed_are_equal(spy):

@@ -336,7 +336,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run():
     with pytest.raises(FloatingPointError, match="a loss or gradient is not a number"):
         run(env_id="parity_env:BadReward-v0")
     (path,) = sac.Path("runs").glob("*/checkpoint.pt")
-    assert all(torch.isfinite(v).all() for v in torch.load(path, weights_only=True)["agent"].values())
+    state = torch.load(path, weights_only=True)
+    assert all(torch.isfinite(v).all() for v in state["agent"].values())
+    assert state["updates"][0] == 0 and not any(x.any() for averages in state["optimizer"] for x in averages), "Adam's averages and steps belong together"
 
 
 # A run's life
