@@ -5,26 +5,31 @@
     obs, infos = envs.reset()
     obs, rewards, terminated, truncated, infos = envs.step(actions)
 
-Unity's agents decide at their own pace. `infos["ready"]` says, after `reset` and after every `step`, which slots ask for an action now:
-their rows of `obs` are fresh. `step` sends the actions of those rows, ignores the others, and returns as soon as every player has an
-agent that asks. A decision is closed by the agent's next decision or by its end, and that message's reward is its reward. A row that
-is neither ready nor ended carries no transition: reward 0. Ended agents start again by themselves (SAME_STEP): `infos["final_obs"]` is
-the last observation, `infos["final_info"]["episode"]` the return "r" and the length in decisions "l". `truncated` means that Unity
-interrupted the episode (MaxStep). An ended row whose new episode has not asked yet is not ready, and its obs row is not fresh.
-`step_async` and `step_wait` are its two halves: players simulate in between.
-A player that crashes or hangs is started anew (`max_restarts`): `infos["restarted"]` then says whose open decisions will never be closed.
+Unity's agents decide at their own pace. `infos["ready"]` says, after `reset` and after every `step`, which slots ask
+for an action now: their rows of `obs` are fresh. `step` sends the actions of those rows, ignores the others, and
+returns as soon as every player has an agent that asks. A decision is closed by the agent's next decision or by its end,
+and that message's reward is its reward: `infos["closed"]` says whose last action has its reward now. A row that is not
+closed carries no transition: reward 0. Ended agents start again by themselves (SAME_STEP): `infos["final_obs"]` is the
+last observation, `infos["final_info"]["episode"]` the return "r" and the length in decisions "l". `truncated` means
+that Unity interrupted the episode (MaxStep). An ended row whose new episode has not asked yet is not ready, and its obs
+row is not fresh. `step_async` and `step_wait` are its two halves: players simulate in between. A player that crashes or
+hangs is started anew (`max_restarts`): `infos["restarted"]` then says whose open decisions will never be closed.
 
-Vector sensors are concatenated into one Box; with images the space is a Dict of "vector" and uint8 images (height, width, channel).
-Discrete branches make a MultiDiscrete, both kinds of action a Dict of "continuous" and "discrete"; `infos["action_mask"]`, one column
-per choice of every branch, is True where the choice is allowed. `infos["stats"]` holds what the game gave to Unity's StatsRecorder.
+Vector sensors are concatenated into one Box; with images the space is a Dict of "vector" and uint8 images (height,
+width, channel). Discrete branches make a MultiDiscrete, both kinds of action a Dict of "continuous" and "discrete";
+`infos["action_mask"]`, one column per choice of every branch, is True where the choice is allowed. `infos["stats"]`
+holds what the game gave to Unity's StatsRecorder.
 """
 
 import io
 import math
 import select
+import struct
 import time
+import uuid
 import weakref
-from contextlib import closing, contextmanager
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
 
 import gymnasium as gym
 import numpy as np
@@ -32,22 +37,36 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from PIL import Image
 
-from unity_player import Player, UnityMessageProto, UnityPlayerError, UnityPlayerGone  # before mlagents_envs, whose messages it repairs
+# Before mlagents_envs, whose messages it repairs.
+from unity_player import (
+    Player,
+    UnityMessageProto,
+    UnityPlayerError,
+    UnityPlayerGone,
+    one_line,
+    orderly_exit,
+    signals_later,
+)
 
 # isort: split
+from mlagents_envs.side_channel import IncomingMessage
 from mlagents_envs.side_channel.engine_configuration_channel import EngineConfigurationChannel
 from mlagents_envs.side_channel.environment_parameters_channel import EnvironmentParametersChannel
 from mlagents_envs.side_channel.side_channel_manager import SideChannelManager
 from mlagents_envs.side_channel.stats_side_channel import StatsAggregationMethod, StatsSideChannel
 
-PATIENCE = 200  # messages to wait for an agent: ten times the longest decision period in Unity's inspector; agents may ask when they like
+# Messages to wait for an agent: ten times the longest decision period in Unity's inspector; agents may ask when they
+# like.
+PATIENCE = 200
 RESET = 1
+MOST = 100_000  # actions of an agent, all branches' choices together
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class UnityVecEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
+    @orderly_exit()
     def __init__(
         self, path, *, behavior=None, num_players=1, max_agents=None, seed=0, base_port=None,
         time_scale=20.0, parameters=None, player_args=(), no_graphics=True, timeout=60, max_restarts=0,
@@ -65,31 +84,35 @@ class UnityVecEnv(VectorEnv):
         max_restarts: how often in a row a player that crashes or hangs is started anew
         """
         if num_players < 1 or (path == "editor" and num_players > 1):
-            raise ValueError(f"--num-players {num_players}: there must be at least one player, and there is only one editor")
+            why = "there must be at least one player, and there is only one editor"
+            raise ValueError(f"--num-players {num_players}: {why}")
         if max_agents is not None and max_agents < 1:
             raise ValueError(f"--max-agents {max_agents}: there must be at least one slot")
         self.behavior, self.seed, self.timeout, self.fresh = behavior, seed, timeout, True
         self.max_restarts, self.restarts = max_restarts, 0
-        self.players, self.told = [], set()
+        self.players, self.told, self.sums = [], set(), set()  # sums: statistics that the game wants added up
         self.close_players = weakref.finalize(self, close_all, self.players)  # at the latest when Python ends
         player_args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
 
         def launch(worker):
             player = Player(path, worker, base_port, timeout, player_args)
-            engine, settings, player.stats = EngineConfigurationChannel(), EnvironmentParametersChannel(), StatsSideChannel()
+            engine, settings = EngineConfigurationChannel(), EnvironmentParametersChannel()
+            player.stats = StatsSideChannel()
             engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
             for key, value in (parameters or {}).items():
                 settings.set_float_parameter(key, value)
             player.channels = SideChannelManager([engine, settings, player.stats])
             player.worker, player.failures = worker, 0  # failures in a row
-            player.specs, player.asking, player.others = {}, [], {}  # of its behaviors; who asks: our slots, others' agents
+            player.specs = {}  # of its behaviors
+            player.asking, player.others = [], {}  # who asks: our slots, others' agents
             player.rng = np.random.default_rng(seed + worker)  # for the others
             return player
 
         self._launch = launch
         try:
             for worker in range(num_players):
-                self.players.append(launch(worker))
+                with signals_later():
+                    self.players.append(launch(worker))
             for player in self.players:
                 player.connect(seed + player.worker)
                 self._send(player, reset=True)
@@ -102,7 +125,7 @@ class UnityVecEnv(VectorEnv):
             self._make_spaces(firsts[0])
             self._clear()
             for player, first in zip(self.players, firsts, strict=True):
-                self._take(player, first)
+                self._begin(player, first)
         except BaseException:
             self.close_players()
             raise
@@ -148,15 +171,17 @@ class UnityVecEnv(VectorEnv):
         if self._continuous:
             continuous = np.asarray(continuous)
             if continuous.shape != (self.num_envs, self._continuous):
-                raise ValueError(f"actions have shape {continuous.shape}, not {(self.num_envs, self._continuous)}: one row per slot")
+                wanted = (self.num_envs, self._continuous)
+                raise ValueError(f"actions have shape {continuous.shape}, not {wanted}: one row per slot")
             if not np.isfinite(continuous[self._ready]).all():
                 slot = np.flatnonzero(self._ready & ~np.isfinite(continuous).all(1))[0]
                 raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
         if self._branches:
             discrete = np.asarray(discrete)
             if discrete.shape != (self.num_envs, len(self._branches)):
-                raise ValueError(f"discrete actions have shape {discrete.shape}, not {(self.num_envs, len(self._branches))}: one row per slot")
-            if not ((0 <= discrete) & (discrete < self._branches))[self._ready].all():
+                wanted = (self.num_envs, len(self._branches))
+                raise ValueError(f"discrete actions have shape {discrete.shape}, not {wanted}: one row per slot")
+            if not ((discrete >= 0) & (discrete < self._branches))[self._ready].all():
                 raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
         return continuous, discrete
 
@@ -167,7 +192,7 @@ class UnityVecEnv(VectorEnv):
         return observations if self._images else observations["vector"]
 
     def _infos(self):
-        infos = {"ready": self._ready.copy()}
+        infos = {"ready": self._ready.copy(), "closed": self._closed}
         if self._restarted.any():
             infos["restarted"] = self._restarted
         if self._branches:
@@ -176,6 +201,7 @@ class UnityVecEnv(VectorEnv):
         for player in self.players:
             for key, values in player.stats.get_and_reset_stats().items():
                 stats.setdefault(key, []).extend(values)
+                self.sums.update([key] * (values[-1][1] == StatsAggregationMethod.SUM))
         if stats:
             infos["stats"] = {key: aggregate(values) for key, values in stats.items()}
         for slot, final in self._final.items():
@@ -188,14 +214,17 @@ class UnityVecEnv(VectorEnv):
 
     def _clear(self):
         n = self.num_envs
-        self._ready, self._open = np.zeros(n, bool), np.zeros(n, bool)  # asks now; has its action and waits for what comes of it
+        self._ready = np.zeros(n, bool)  # asks now
+        self._open = np.zeros(n, bool)  # has its action and waits for what comes of it
         self._returns, self._lengths = np.zeros(n), np.zeros(n, int)
         self._new_step()
 
     def _new_step(self):
         n = self.num_envs
-        self._rewards, self._terminated, self._truncated, self._final = np.zeros(n), np.zeros(n, bool), np.zeros(n, bool), {}
-        self._mask, self._restarted = np.ones((n, sum(self._branches)), bool), np.zeros(n, bool)
+        self._rewards, self._final = np.zeros(n), {}
+        self._terminated, self._truncated = np.zeros(n, bool), np.zeros(n, bool)
+        self._closed, self._restarted = np.zeros(n, bool), np.zeros(n, bool)
+        self._mask = np.ones((n, sum(self._branches)), bool)
 
     def _answer(self, *actions, reset=False):
         """Answer every player."""
@@ -225,8 +254,11 @@ class UnityVecEnv(VectorEnv):
                             del waiting[sock]
                             player.failures = 0
                         elif time.monotonic() > deadline:
-                            raise player.error(f"has had no agent of {self.behavior} that asks for an action for {self.timeout:g} s")
-                        else:  # Unity sends an end on its own when an agent dies between decisions: nobody asks for an action then
+                            nobody = f"has had no agent of {self.behavior} that asks for an action"
+                            raise player.error(f"{nobody} for {self.timeout:g} s")
+                        else:
+                            # Unity sends an end on its own when an agent dies between decisions: nobody asks for an
+                            # action then.
                             self._send(player)
                     except UnityPlayerGone as error:
                         del waiting[sock]
@@ -234,15 +266,18 @@ class UnityVecEnv(VectorEnv):
 
     @contextmanager
     def _no_way_back(self):
-        """A message may be half read, and an agent half served, when something goes wrong: the players are closed then."""
+        """A message may be half read, and an agent half served, when something goes wrong: the players are closed
+        then."""
         try:
             yield
         except BaseException:
             self.close_players()
             raise
 
+    @orderly_exit()
     def _restart(self, player, error):
-        """A new player in the place of one that is gone. What its agents had begun is nobody's, and their slots are the new one's agents'."""
+        """A new player in the place of one that is gone. What its agents had begun is nobody's, and their slots are the
+        new one's agents'."""
         slots, failures = list(player.slots.owner), player.failures
         while True:
             failures += 1
@@ -251,7 +286,8 @@ class UnityVecEnv(VectorEnv):
             print(f"\n{error}; starting it again ({failures} of {self.max_restarts} times in a row)", flush=True)
             player.close()
             try:
-                new = self.players[self.players.index(player)] = self._launch(player.worker)
+                with signals_later():
+                    new = self.players[self.players.index(player)] = self._launch(player.worker)
                 player, self.restarts = new, self.restarts + 1
                 player.slots, player.failures = Slots(slots), failures
                 player.connect(self.seed + player.worker + 1000 * self.restarts)  # not the same episodes again
@@ -260,21 +296,32 @@ class UnityVecEnv(VectorEnv):
             except UnityPlayerGone as again:
                 error = again
                 continue
-            for array in (self._ready, self._open, self._rewards, self._terminated, self._truncated, self._returns, self._lengths):
+            flags = (self._ready, self._open, self._closed, self._terminated, self._truncated)
+            for array in (*flags, self._rewards, self._returns, self._lengths):
                 array[slots] = 0
             for slot in slots:
                 self._final.pop(slot, None)
             self._restarted[slots] = True
-            self._take(player, first)
+            self._begin(player, first)
             return
 
+    def _begin(self, player, first):
+        """All agents of a behavior share one policy, so all players must be alike."""
+        actions = player.specs[self.behavior]
+        if (actions.num_continuous_actions, list(actions.discrete_branch_sizes)) != (self._continuous, self._branches):
+            has = f"{actions.num_continuous_actions} continuous actions, branches {list(actions.discrete_branch_sizes)}"
+            first_has = f"{self._continuous} and {self._branches} of the first player"
+            raise UnityPlayerError(f"{player.name}: {self.behavior} has {has}, not {first_has}: start the same build")
+        self._take(player, first)
+
     def _take(self, player, message):
-        """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if anybody asks."""
+        """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if
+        anybody asks."""
         self._note_others(player, message)
         infos = list(self._agents(message))
         ended, asking = [info for info in infos if info.done], [info for info in infos if not info.done]
         if ended:
-            final = self._observe(ended)
+            final = self._observe(player, ended)
             slots = [player.slots.end(info.id) for info in ended]
             for row, slot in enumerate(slots):
                 if slot is not None and self._open[slot]:  # else it ended before its first decision
@@ -284,12 +331,18 @@ class UnityVecEnv(VectorEnv):
                     self._final[slot] = self._unwrap({key: value[row].copy() for key, value in final.items()})
         if asking:
             try:
-                player.asking = slots = np.array([player.slots.of(info.id) for info in asking])
+                slots = [player.slots.of(info.id) for info in asking]
             except StopIteration:
                 size = len(player.slots.owner)
-                raise UnityPlayerError(f"{player.name} has more agents than its {size} slots: give a larger --max-agents") from None
+                what = f"{player.name} has more agents than its {size} slots"
+                raise UnityPlayerError(f"{what}: give a larger --max-agents") from None
+            if len(set(slots)) < len(slots):
+                (twice, _), *_ = Counter(info.id for info in asking).most_common(1)
+                why = f"{player.name}: agent {twice} is in one message twice"
+                raise UnityPlayerError(f"{why}: every agent needs an id of its own, as Unity gives it")
+            player.asking = slots = np.array(slots)
             self._close(slots, asking)
-            for key, rows in self._observe(asking).items():
+            for key, rows in self._observe(player, asking).items():
                 self._obs[key][slots] = rows
             self._ready[slots] = True
             if self._branches:
@@ -308,6 +361,7 @@ class UnityVecEnv(VectorEnv):
         if not closing.all():
             slots, rewards = slots[closing], rewards[closing]
         self._open[slots] = False
+        self._closed[slots] = True
         self._rewards[slots] = rewards
         self._returns[slots] += rewards
         self._lengths[slots] += 1
@@ -315,9 +369,38 @@ class UnityVecEnv(VectorEnv):
     def _receive(self, player):
         message = player.receive()
         for brain in message.unity_output.rl_initialization_output.brain_parameters:
-            player.specs[brain.brain_name] = brain.action_spec
-        player.channels.process_side_channel_message(message.unity_output.rl_output.side_channel)
+            self._learn_actions(player, brain.brain_name, brain.action_spec)
+        if message.unity_output.rl_output.side_channel:
+            self._hear(player, message.unity_output.rl_output.side_channel)
         return message
+
+    def _learn_actions(self, player, behavior, spec):
+        who, sizes = f"{player.name}: {behavior}", [spec.num_continuous_actions, *spec.discrete_branch_sizes]
+        if sizes[0] < 0 or min(sizes[1:], default=1) < 1:
+            what = f"{sizes[0]} continuous actions and branches of {sizes[1:]}"
+            raise UnityPlayerError(f"{who} has {what}: give every branch a size in Behavior Parameters")
+        if sum(sizes) > MOST:
+            raise UnityPlayerError(f"{who} has more than {MOST} actions: see its Behavior Parameters")
+        if player.specs.setdefault(behavior, spec) != spec:
+            raise UnityPlayerError(f"{who} has other actions than at first: they must stay the same")
+
+    def _hear(self, player, data):
+        """Side channels: one after the other, each with its id, its length and its bytes."""
+        data = memoryview(data)
+        while data:
+            channel, size = bytes(data[:16]), int.from_bytes(data[16:20], "little", signed=True)
+            content, data = bytes(data[20 : 20 + max(size, 0)]), data[20 + max(size, 0) :]
+            try:
+                if len(channel) < 16 or len(content) != size:
+                    raise ValueError("it is cut off")
+                if channel == player.stats.channel_id.bytes_le:
+                    player.stats.on_message_received(IncomingMessage(content))
+                elif "side channel" not in self.told:
+                    self.told.add("side channel")
+                    print(f"The game speaks on side channel {uuid.UUID(bytes_le=channel)}: nobody listens", flush=True)
+            except (ValueError, struct.error) as error:
+                what = f"{player.name}: a side channel's message can't be read ({error})"
+                raise UnityPlayerError(f"{what}: what does the game send there?") from None
 
     def _send(self, player, continuous=None, discrete=None, reset=False):
         message = UnityMessageProto()
@@ -338,7 +421,9 @@ class UnityVecEnv(VectorEnv):
         for name, infos in player.others.items():
             spec, rows = player.specs[name], reply.agent_actions[name].value
             for info in infos:
-                scores = player.rng.random(sum(spec.discrete_branch_sizes)) - np.array(info.action_mask or 0)
+                scores = player.rng.random(sum(spec.discrete_branch_sizes))
+                if len(info.action_mask) == len(scores):
+                    scores -= np.array(info.action_mask)
                 branches = np.split(scores, np.cumsum(spec.discrete_branch_sizes))[:-1]
                 a = player.rng.uniform(-1, 1, spec.num_continuous_actions).tolist()
                 rows.add(continuous_actions=a, discrete_actions=[int(branch.argmax()) for branch in branches])
@@ -352,11 +437,15 @@ class UnityVecEnv(VectorEnv):
 
     def _first_message(self, player):
         """The first message in which agents of the wanted behavior ask for actions."""
+        deadline = time.monotonic() + self.timeout
         for _ in range(PATIENCE):
+            if time.monotonic() > deadline:
+                break
             message = self._receive(player)
             wanted = [name for name in sorted(player.specs) if self.behavior in (None, name, name.split("?team=")[0])]
             if len(wanted) > 1:
-                raise UnityPlayerError(f"{player.name} has several behaviors, choose one by --behavior: {', '.join(wanted)}")
+                several = ", ".join(wanted)
+                raise UnityPlayerError(f"{player.name} has several behaviors, choose one by --behavior: {several}")
             if wanted:
                 self.behavior = wanted[0]
                 if any(not info.done for info in self._agents(message)):
@@ -364,76 +453,109 @@ class UnityVecEnv(VectorEnv):
             self._note_others(player, message)
             self._send(player)
         there = f"it has {', '.join(sorted(player.specs))}" if player.specs else "it has no agents at all"
-        raise UnityPlayerError(f"{player.name}: no agent of behavior {self.behavior or '(any)'} asks for actions; {there}")
+        wanted = self.behavior or "(any)"
+        raise UnityPlayerError(f"{player.name}: no agent of behavior {wanted} asks for actions; {there}")
 
     def _note_others(self, player, message):
         """Nobody trains the agents of other behaviors: they act at random, and the user is told."""
         for name, agents in message.unity_output.rl_output.agentInfos.items():
             if name != self.behavior and agents.value:
+                if name not in player.specs:
+                    what = f"{player.name}: agents of {name} come without a word on their actions"
+                    raise UnityPlayerError(f"{what}: start the game, or Play in the editor, anew")
                 player.others[name] = [info for info in agents.value if not info.done]
                 if self.behavior in player.specs and name not in self.told:
                     self.told.add(name)
-                    print(f"Training {self.behavior}; agents of {name} act at random", flush=True)
+                    print(one_line(f"Training {self.behavior}; agents of {name} act at random"), flush=True)
 
     # What the agents see and do
 
     def _make_spaces(self, message):
         self._vectors, self._images, self._names, self.sensors, spaces, actions = [], [], [], [], {}, {}
-        start = 0
+        start, taken = 0, {"vector"}
         info = next(info for info in self._agents(message) if not info.done)
         for i, sensor in enumerate(info.observations):
             shape, name = tuple(sensor.shape), sensor.name or f"sensor_{i}"
+            where = f"{self.behavior}, sensor {name}"
             if len(shape) == 3:  # package 3.0 moved the channels to the front; the dimensions' properties tell
                 channels_first = list(sensor.dimension_properties) == [1, 2, 2]
-                self._images.append((i, name, shape[1:] + shape[:1] if channels_first else shape, channels_first))
+                if name in taken:
+                    number = next(k for k in range(2, len(info.observations) + 3) if f"{name}_{k}" not in taken)
+                    print(one_line(f"The image of sensor {i} is {name}_{number} here: {name} is taken"), flush=True)
+                    name = f"{name}_{number}"
+                taken.add(name)
+                shape = shape[1:] + shape[:1] if channels_first else shape
+                image(sensor, shape, channels_first, where)
+                self._images.append((i, name, shape, channels_first))
                 self.sensors.append(name)
             else:  # where its floats stand in an agent's serialized sensors
+                if math.prod(shape) != len(sensor.float_data.data):
+                    sent = f"{len(sensor.float_data.data)} values"
+                    raise UnityPlayerError(f"{where}: it says that its shape is {shape}, and sends {sent}")
                 end = start + sensor.float_data.ByteSize()
                 self._vectors.append((i, end - start, end - 4 * math.prod(shape), end))
                 self._names += [name] * math.prod(shape)
-                self.sensors.append(math.prod(shape))  # in Unity's order: sizes of the vector sensors, names of the images
+                # In Unity's order: sizes of the vector sensors, names of the images.
+                self.sensors.append(math.prod(shape))
                 start = end
+        if not self._names and not self._images:
+            add = "set Space Size in Behavior Parameters, or add a sensor"
+            raise UnityPlayerError(f"{self.behavior}: its agents observe nothing: {add}")
         if self._vectors:
             spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (len(self._names),), np.float32)
         for _, name, shape, _ in self._images:
             spaces[name] = gym.spaces.Box(0, 255, shape, np.uint8)
         spec = self.players[0].specs[self.behavior]
         self._continuous, self._branches = spec.num_continuous_actions, list(spec.discrete_branch_sizes)
+        if not self._continuous and not self._branches:
+            add = "set Continuous Actions or Discrete Branches in Behavior Parameters"
+            raise UnityPlayerError(f"{self.behavior}: its agents have no actions: {add}")
         if self._continuous:
             actions["continuous"] = gym.spaces.Box(-1, 1, (self._continuous,), np.float32)
         if self._branches:
             actions["discrete"] = gym.spaces.MultiDiscrete(self._branches)
         example = UnityMessageProto().unity_input.rl_input.agent_actions[self.behavior]
         example.value.add(continuous_actions=[0] * self._continuous)
-        self._head = np.frombuffer(example.SerializeToString(), np.uint8)[: -4 * self._continuous]  # what stands before an agent's actions
+        # What stands before an agent's actions.
+        self._head = np.frombuffer(example.SerializeToString(), np.uint8)[: -4 * self._continuous]
         self._obs = {key: np.zeros((self.num_envs, *space.shape), space.dtype) for key, space in spaces.items()}
         self.single_observation_space = gym.spaces.Dict(spaces) if self._images else spaces["vector"]
         self.single_action_space = gym.spaces.Dict(actions) if len(actions) > 1 else next(iter(actions.values()))
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
-    def _observe(self, infos):
-        """The observations of these agents, one row each. The packed floats of a message are the array's bytes already."""
-        out = {}
+    def _observe(self, player, infos):
+        """The observations of these agents, one row each. The packed floats of a message are the array's bytes
+        already."""
+        out, alike = {}, "agents of one behavior need the same sensors"
+        agents = [info.observations for info in infos]
+        if [*map(len, agents)] != [len(self.sensors)] * len(infos):
+            who = next(info for info in infos if len(info.observations) != len(self.sensors))
+            how_many = f"{len(who.observations)} sensors, not {len(self.sensors)} as at first"
+            raise UnityPlayerError(f"{player.name}, agent {who.id} has {how_many}: {alike}")
         if self._vectors:
-            agents = [info.observations for info in infos]
             if self._images:
                 agents = [[observations[i] for i, *_ in self._vectors] for observations in agents]
             chunks = [sensor.float_data.SerializeToString() for observations in agents for sensor in observations]
             if [*map(len, chunks)] != [length for _, length, _, _ in self._vectors] * len(infos):
-                raise UnityPlayerError(f"agents {[info.id for info in infos]}: a sensor sends another number of values than at first")
+                what = f"{player.name}, agents {[info.id for info in infos]}: a sensor sends another number of values"
+                raise UnityPlayerError(f"{what} than at first: {alike}")
             table = np.frombuffer(b"".join(chunks), np.uint8).reshape(len(infos), -1)
-            rows = out["vector"] = np.concatenate([table[:, first:end] for _, _, first, end in self._vectors], axis=1).view("<f4")
+            parts = [table[:, first:end] for _, _, first, end in self._vectors]
+            rows = out["vector"] = np.concatenate(parts, axis=1).view("<f4")
             if not np.isfinite(rows).all():
                 row, column = np.argwhere(~np.isfinite(rows))[0]
-                raise UnityPlayerError(f"agent {infos[row].id}, sensor {self._names[column]}: observation {column} is {rows[row, column]}")
+                where = f"agent {infos[row].id}, sensor {self._names[column]}"
+                raise UnityPlayerError(f"{where}: observation {column} is {rows[row, column]}")
         for i, name, shape, channels_first in self._images:
-            out[name] = np.stack([image(info.observations[i], shape, channels_first, f"agent {info.id}, sensor {name}") for info in infos])
+            pictures = [image(x.observations[i], shape, channels_first, f"agent {x.id}, sensor {name}") for x in infos]
+            out[name] = np.stack(pictures)
         return out
 
 
 class Slots:
-    """Which slot is whose in one player. Only a slot whose agent has ended, or that nobody has had, goes to another agent."""
+    """Which slot is whose in one player. Only a slot whose agent has ended, or that nobody has had, goes to another
+    agent."""
 
     def __init__(self, slots):
         self.owner = dict.fromkeys(slots)
@@ -443,7 +565,8 @@ class Slots:
         self.owner, self.slot, self.free = dict.fromkeys(self.owner), {}, dict.fromkeys(self.owner)
 
     def of(self, agent):
-        """The slot of an agent that decides. A new agent gets one never used, or that of the agent which ended longest ago."""
+        """The slot of an agent that decides. A new agent gets one never used, or that of the agent which ended longest
+        ago."""
         slot = self.slot.get(agent)
         if slot is None:
             slot = next(iter(self.free))
@@ -461,19 +584,28 @@ class Slots:
 
 
 def image(sensor, shape, channels_first, where):
-    """A camera's picture as uint8 (height, width, channel). Unity sends PNGs of three channels each, or floats from 0 to 1."""
+    """A camera's picture as uint8 (height, width, channel). Unity sends PNGs of three channels each, or floats from 0
+    to 1."""
     if not sensor.compressed_data:
         values = np.array(sensor.float_data.data, np.float32)
-        if values.size != np.prod(shape) or not (0 <= values.min() and values.max() <= 1):  # a NaN fails this too
+        right = values.size == math.prod(shape) and min(shape) > 0
+        if not right or not (values.min() >= 0 and values.max() <= 1):  # a NaN fails this too
             raise UnityPlayerError(f"{where}: not an image of shape {shape} with values from 0 to 1")
         values = np.rint(values * 255).astype(np.uint8)
         return values.reshape(shape[2:] + shape[:2]).transpose(1, 2, 0) if channels_first else values.reshape(shape)
-    parts = [np.asarray(Image.open(io.BytesIO(PNG + part)).convert("RGB")) for part in sensor.compressed_data.split(PNG)[1:]]
-    pixels = np.concatenate(parts, axis=2)
-    if sensor.compressed_channel_mapping:  # stacked grey images: equal channels of a PNG belong to one channel, -1 is padding
-        first = [list(sensor.compressed_channel_mapping).index(channel) for channel in range(shape[2])]
-        return pixels[:, :, first]
-    return pixels[:, :, : shape[2]]
+    files = (io.BytesIO(PNG + part) for part in sensor.compressed_data.split(PNG)[1:])
+    try:
+        pixels = np.concatenate([np.asarray(Image.open(file).convert("RGB")) for file in files], axis=2)
+        if sensor.compressed_channel_mapping:
+            # Stacked grey images: equal channels of a PNG belong to one channel, -1 is padding.
+            first = [list(sensor.compressed_channel_mapping).index(channel) for channel in range(shape[2])]
+            pixels = pixels[:, :, first]
+    except Exception as error:  # of any kind: what a decoder raises on broken data is not agreed
+        raise UnityPlayerError(f"{where}: its PNG is broken ({error})") from None
+    pixels = pixels[:, :, : shape[2]]
+    if pixels.shape != shape:
+        raise UnityPlayerError(f"{where}: an image of shape {pixels.shape}, not {shape}: its size must not change")
+    return pixels
 
 
 def aggregate(values):
@@ -487,22 +619,32 @@ def aggregate(values):
 
 
 def close_all(players):
-    while players:
-        players.pop().close()
+    with ExitStack() as stack:  # which goes on when one fails
+        stack.callback(players.clear)
+        for player in players:
+            stack.callback(player.close)
 
 
-def demo(path: str = "Crawler", num_players: int = 1, steps: int = 500, seed: int = 0):
+def demo(
+    path: str = "Crawler", behavior: str | None = None, num_players: int = 1, max_agents: int | None = None,
+    time_scale: float = 20.0, steps: int = 500, seed: int = 0,
+):  # fmt: skip
     """Step a bundled scene or a Unity build with random actions, and say how fast that is.
 
     Args:
         path: a bundled scene's id, a Unity build, or "editor"
+        behavior: which of the build's behaviors acts, if it has several
         num_players: how many players to launch
+        max_agents: slots for agents per player; default: as many as there are at the first decision
+        time_scale: Unity's game time per wall time
         steps: how often to step
         seed: of the players and of the actions
     """
+    settings = dict(behavior=behavior, num_players=num_players, max_agents=max_agents, time_scale=time_scale, seed=seed)
     try:
-        with closing(UnityVecEnv(path, num_players=num_players, seed=seed)) as envs:
-            print(f"{envs.behavior}: {envs.num_envs} agents\nobservations {envs.single_observation_space}\nactions {envs.single_action_space}")
+        with closing(UnityVecEnv(path, **settings)) as envs:
+            print(f"{envs.behavior}: {envs.num_envs} agents")
+            print(f"observations {envs.single_observation_space}\nactions {envs.single_action_space}")
             envs.action_space.seed(seed)
             _, infos = envs.reset()
             decisions, returns, start = 0, [], time.perf_counter()
@@ -513,7 +655,8 @@ def demo(path: str = "Crawler", num_players: int = 1, steps: int = 500, seed: in
                     returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]])
             seconds = time.perf_counter() - start
             mean = f"mean return {np.mean(returns):.2f}" if returns else "none ended"
-            print(f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} a second; {len(returns)} episodes, {mean}")
+            rate = f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} a second"
+            print(f"{rate}; {len(returns)} episodes, {mean}")
     except (UnityPlayerError, ValueError) as error:
         raise SystemExit(str(error)) from None
 

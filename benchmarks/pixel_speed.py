@@ -1,11 +1,12 @@
-"""Where the time of PPO from pixels goes, rung by rung, and steps per second beside SB3's CnnPolicy with the same settings, taking turns.
+"""Where the time of PPO from pixels goes, rung by rung, and steps per second beside SB3's CnnPolicy, taking turns.
 
     python benchmarks/pixel_speed.py                  about fifteen minutes
     python benchmarks/pixel_speed.py --rounds 1       a first look
 
-DummyPixels-v0, 64 x 64 x 3, 256 steps an iteration, batches of 512, 10 epochs, CPU: at 8 and at 32 envs. The first rung is gymnasium's envs with nothing around
-them; each next one adds something. SB3 has learned for an iteration before its clock starts. Then HalfCheetah-v5 from pixels, collecting alone, in two
-workers, beside what gymnasium's own rendering gives a process.
+DummyPixels-v0, 64 x 64 x 3, 256 steps an iteration, batches of 512, 10 epochs, CPU: at 8 and at 32 envs. The first rung
+is gymnasium's envs with nothing around them; each next one adds something. SB3 has the same settings, and has learned
+for an iteration before its clock starts. Then HalfCheetah-v5 from pixels, collecting alone, in two workers, beside what
+gymnasium's own rendering gives a process.
 """
 
 import argparse
@@ -17,7 +18,7 @@ RUNGS = """
 import sys, time
 import gymnasium as gym
 import numpy as np
-import torch
+import fast
 import ppo_pixel as ppo
 rung, n, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 args = ppo.Args(env_id="DummyPixels-v0", num_envs=n)
@@ -33,20 +34,18 @@ if rung == "envs":
 else:
     envs, _ = ppo.make_envs(args, 1)
     spec = ppo.describe(args, envs)
-    frames, begins, everybody = ppo.Frames(spec, n, 260 * n), np.ones(n, bool), np.arange(n)
-    act, vector, mask = ppo.Agent(spec, args).policy(), np.zeros((n, 0), np.float32), np.zeros((n, 0), bool)
-    rows = frames.see(envs.reset(seed=1)[0], everybody, begins)
+    frames, everybody, act = ppo.Frames(spec, n, 260 * n), np.arange(n), fast.Acting(ppo.Agent(spec, args)).module
+    seen = frames.see(*envs.reset(seed=1), everybody)
     def step(t):
-        global rows
+        global seen
         action = actions[t % 100]
         if rung == "policy":
-            action, *_ = act(ppo.stacked(frames.images(), torch.from_numpy(rows)), vector, mask)
-            action = ppo.to_env(action, envs.single_action_space)
-        obs, _, terminated, truncated, _ = envs.step(action)
-        rows = frames.see(obs, everybody, terminated | truncated)
+            _, action, *_ = act(ppo.stacked(frames.images(), seen[0]), *seen[1:])
+        obs, _, terminated, truncated, infos = envs.step(action)
+        frames.begins |= terminated | truncated
+        seen = frames.see(obs, infos, everybody)
         if t % 256 == 255:
-            frames.forget()
-            rows = frames.last
+            seen = frames.forget(seen[0]), *seen[1:]
 for t in range(20):
     step(t)
 start = time.time()
@@ -96,7 +95,18 @@ def main():
     args = parser.parse_args()
     for n in (8, 32):
         steps = args.iterations * 256 * n
-        dummy = ["--env-id", "DummyPixels-v0", "--num-envs", n, "--num-steps", 256, "--num-minibatches", n // 2, "--total-timesteps", steps]
+        dummy = [
+            "--env-id",
+            "DummyPixels-v0",
+            "--num-envs",
+            n,
+            "--num-steps",
+            256,
+            "--num-minibatches",
+            n // 2,
+            "--total-timesteps",
+            steps,
+        ]
         rungs = {
             "nothing but envs": lambda: float(python("-c", RUNGS, "envs", n, 8 * steps)),
             "+ moving observations": lambda: float(python("-c", RUNGS, "moving", n, 8 * steps)),
@@ -106,12 +116,37 @@ def main():
         }
         for name, measure in rungs.items():
             print(f"{n:2} envs, {name:24} {median(measure() for _ in range(args.rounds)):8.0f} steps/s", flush=True)
-        turns(f"{n} envs, SB3", args.rounds, rungs["+ training"], lambda: float(python("-c", SB3, n, steps, "learns")), 1.4)
-        turns(f"{n} envs, collecting alone, SB3", args.rounds, rungs["+ storage and advantage"], lambda: float(python("-c", SB3, n, steps, "collects")), 3)
-    cheetah = ["--env-id", "HalfCheetah-v5", "--from-pixels", "--num-workers", 2, "--update-epochs", 0, "--total-timesteps", args.iterations * 2048]
+        turns(
+            f"{n} envs, SB3",
+            args.rounds,
+            rungs["+ training"],
+            lambda: float(python("-c", SB3, n, steps, "learns")),
+            1.4,
+        )
+        turns(
+            f"{n} envs, collecting alone, SB3",
+            args.rounds,
+            rungs["+ storage and advantage"],
+            lambda: float(python("-c", SB3, n, steps, "collects")),
+            3,
+        )
+    cheetah = [
+        "--env-id",
+        "HalfCheetah-v5",
+        "--from-pixels",
+        "--num-workers",
+        2,
+        "--update-epochs",
+        0,
+        "--total-timesteps",
+        args.iterations * 2048,
+    ]
     rendered = median(float(python("-c", RENDERING, 50)) for _ in range(args.rounds))
     collected = median(script(*cheetah) for _ in range(args.rounds))
-    print(f"HalfCheetah-v5 from pixels, 8 envs, 2 workers, collecting alone: {collected:.0f} frames/s (at least 1000 wanted); gymnasium's rendering: {rendered:.0f}")
+    print(
+        f"HalfCheetah-v5 from pixels, 8 envs, 2 workers, collecting alone: {collected:.0f} frames/s "
+        f"(at least 1000 wanted); gymnasium's rendering: {rendered:.0f}"
+    )
 
 
 if __name__ == "__main__":

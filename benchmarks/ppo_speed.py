@@ -1,11 +1,12 @@
-"""Steps per second of ppo_continuous_multiagent.py beside SB3's PPO with the same hyperparameters, taking turns so that noise hits both.
+"""Steps per second of ppo_continuous_multiagent.py beside SB3's PPO with the same hyperparameters, taking turns so that
+noise hits both.
 
     python benchmarks/ppo_speed.py                  about ten minutes
     python benchmarks/ppo_speed.py --rounds 1       a first look
 
-HalfCheetah-v5, batches of 2048, minibatches of 64, 10 epochs, networks of 64x64, CPU. Compilation happens before the clock starts and is printed
-apart; SB3 has learned for an iteration before its clock starts. Collecting alone is measured against the bare vector env with random actions. The
-scenes run with their presets.
+HalfCheetah-v5, batches of 2048, minibatches of 64, 10 epochs, networks of 64x64, CPU. Compilation happens before the
+clock starts and is printed apart; SB3 has learned for an iteration before its clock starts. Collecting alone is
+measured against the bare vector env with random actions. The scenes run with their presets.
 """
 
 import argparse
@@ -34,11 +35,13 @@ print(steps / (time.time() - start))
 BARE = """
 import sys, time
 import numpy as np
-from envs.vector import make_vec_env
+from envs.vector import make_envs
+from runs import Args
 n, steps = int(sys.argv[1]), int(sys.argv[2])
-envs, _ = make_vec_env("HalfCheetah-v5", n, seed=1)
+envs, _ = make_envs(Args(env_id="HalfCheetah-v5", num_envs=n), seed=1)
 envs.reset(seed=1)
-actions = np.random.default_rng(0).uniform(-1, 1, (100, n, *envs.single_action_space.shape)).astype(envs.single_action_space.dtype)
+space = envs.single_action_space
+actions = np.random.default_rng(0).uniform(-1, 1, (100, n, *space.shape)).astype(space.dtype)
 start = time.time()
 for i in range(steps // n):
     envs.step(actions[i % 100])
@@ -49,7 +52,8 @@ print(steps / (time.time() - start))
 def python(*args):
     """What a Python program prints, run in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        out = subprocess.run([sys.executable, *map(str, args)], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        command, environment = [sys.executable, *map(str, args)], {**os.environ, "PYTHONPATH": str(ROOT)}
+        out = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if out.returncode:
         raise SystemExit(out.stderr)
     return out.stdout
@@ -79,8 +83,10 @@ def main():
     args = parser.parse_args()
     ppo = "ppo_continuous_multiagent.py"
     for n, wanted in ((1, 4), (8, 3.5)):
-        cheetah = ["--env-id", "HalfCheetah-v5", "--num-envs", n, "--num-steps", 2048 // n, "--total-timesteps", args.steps]
-        turns(f"{n} env(s), SB3", args.rounds, lambda: ours(ppo, *cheetah, "--compile")[0], lambda: float(python("-c", SB3, n, args.steps // 4)), wanted)
+        cheetah = ["--env-id", "HalfCheetah-v5", "--num-envs", n, "--num-steps", 2048 // n]
+        cheetah += ["--total-timesteps", args.steps]
+        mine, theirs = lambda: ours(ppo, *cheetah)[0], lambda: float(python("-c", SB3, n, args.steps // 4))
+        turns(f"{n} env(s), SB3", args.rounds, mine, theirs, wanted)
     turns(
         "8 envs, collecting alone, bare envs",
         args.rounds,
@@ -89,9 +95,10 @@ def main():
         0.8,
     )
     for scene, steps, wanted in (("3DBall", 61440, 3000), ("Crawler", 61440, 1600)):
-        runs = [ours(ppo, "--env-id", scene, "--total-timesteps", steps, "--compile") for _ in range(args.rounds)]
+        runs = [ours(ppo, "--env-id", scene, "--total-timesteps", steps) for _ in range(args.rounds)]
         sps, act = median(r[0] for r in runs), median(r[1] for r in runs)
-        print(f"{scene}: {sps:.0f} decisions/s, median of the turns (at least {wanted} wanted), {act:.0f} % of the time acting", flush=True)
+        rate = f"{sps:.0f} decisions/s, median of the turns (at least {wanted} wanted)"
+        print(f"{scene}: {rate}, {act:.0f} % of the time acting", flush=True)
 
 
 if __name__ == "__main__":

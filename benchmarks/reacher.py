@@ -1,4 +1,5 @@
-"""A million random steps of each reacher: nothing is ever not a number, and how many steps a second, beside gymnasium's own Reacher-v5.
+"""A million random steps of each reacher: nothing is ever not a number, and how many steps a second, beside gymnasium's
+own Reacher-v5.
 
     python benchmarks/reacher.py                      about five minutes
     python benchmarks/reacher.py --steps 20000        a first look
@@ -15,7 +16,7 @@ from statistics import median
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs.vector import make_env  # noqa: E402
+from envs.vector import make_env
 
 IDS = ("Reacher-v5", "Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0")
 
@@ -42,7 +43,9 @@ def main():
                 raise SystemExit(f"{env_id}: an observation or a reward is not a number")
     for env_id, each in speeds.items():
         times = median(a / b for a, b in zip(each, speeds["Reacher-v5"], strict=True))
-        print(f"{env_id:16} {args.steps // turns * turns:,} steps, all finite; {median(each):6.0f} steps/s, {times:.2f} times Reacher-v5's (medians of {turns} turns)")
+        done = f"{env_id:16} {args.steps // turns * turns:,} steps, all finite"
+        rate = f"{median(each):6.0f} steps/s, {times:.2f} times Reacher-v5's (medians of {turns} turns)"
+        print(f"{done}; {rate}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/sac_speed.py                  about eight minutes
     python benchmarks/sac_speed.py --rounds 1       a first look
 
-HalfCheetah-v5, one env, batches of 256, networks of 256x256, one update per step from step 100 on, CPU, all cores for both. Compilation happens before
-the clock starts and is printed apart. The scenes run with their presets: the first 1,000 and 5,000 decisions are random, and
-there are no updates yet. A second figure leaves them out.
+HalfCheetah-v5, one env, batches of 256, networks of 256x256, one update per step from step 100 on, CPU, all cores for
+both. Compilation happens before the clock starts and is printed apart. The scenes run with their presets: the first
+1,000 and 5,000 decisions are random, and there are no updates yet. A second figure leaves them out.
 """
 
 import argparse
@@ -33,12 +33,15 @@ def main():
     cheetah = ["--env-id", "HalfCheetah-v5", "--learning-starts", 100, "--total-timesteps", args.steps]
     for more in ((), ("--compile",)):
         name = " ".join(("1 env, SB3", *more))
-        turns(name, args.rounds, lambda more=more: ours("sac_continuous.py", *cheetah, *more)[0], lambda: float(python("-c", SB3, args.steps // 2)), 2)
+        mine = lambda more=more: ours("sac_continuous.py", *cheetah, *more)[0]
+        turns(name, args.rounds, mine, lambda: float(python("-c", SB3, args.steps // 2)), 2)
     for scene, steps, starts, wanted in (("3DBall", 30000, 1000, 1500), ("Crawler", 20000, 5000, 500)):
         command = ["sac_continuous.py", "--env-id", scene, "--compile", "--total-timesteps"]
-        rates = [(ours(*command, steps)[0], ours(*command, starts, "--updates-per-step", 0)[0]) for _ in range(args.rounds)]
+        idle = (*command, starts, "--updates-per-step", 0)
+        rates = [(ours(*command, steps)[0], ours(*idle)[0]) for _ in range(args.rounds)]
         updating = median((steps - starts) / (steps / rate - starts / random) for rate, random in rates)
-        print(f"{scene}: {median(rate for rate, _ in rates):.0f} decisions/s, median of the turns (at least {wanted} wanted); {updating:.0f} while it updates", flush=True)
+        whole = f"{median(rate for rate, _ in rates):.0f} decisions/s, median of the turns (at least {wanted} wanted)"
+        print(f"{scene}: {whole}; {updating:.0f} while it updates", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""How fast Python and a player exchange messages: UnityVecEnv beside the stock mlagents-envs client, in one alternating run.
+"""How fast Python and a player exchange messages: UnityVecEnv beside the stock mlagents-envs client, in one alternating
+run.
 
     python benchmarks/unity_wire.py                 makes a virtual environment for the stock client, about a minute
     python benchmarks/unity_wire.py --no-stock      only this project's figures
 
-The player does nothing: it sends the same message of 10 agents (observations 126 + 32, 20 actions) again and again. The stock client runs with
-mlagents-envs 0.28.0 and protobuf 3.20.3, what pip gives it on this Python. The Python side of an exchange is the time in `step` less the time in
-which it waits for the player's bytes. The last lines are the bundled scenes under random actions, physics and all.
+The player does nothing: it sends the same message of 10 agents (observations 126 + 32, 20 actions) again and again. The
+stock client runs with mlagents-envs 0.28.0 and protobuf 3.20.3, what pip gives it on this Python. The Python side of an
+exchange is the time in `step` less the time in which it waits for the player's bytes. The last lines are the bundled
+scenes under random actions, physics and all.
 """
 
 import argparse
@@ -52,7 +54,8 @@ def do_nothing(port, agents):
     for i in range(agents):
         info = message.unity_output.rl_output.agentInfos["Idle?team=0"].value.add(id=i, reward=0.5)
         for size in (126, 32):
-            info.observations.add(shape=[size], name=f"Sensor{size}").float_data.data.extend(k / 7 + i for k in range(size))
+            sensor = info.observations.add(shape=[size], name=f"Sensor{size}")
+            sensor.float_data.data.extend(k / 7 + i for k in range(size))
     first = UnityMessageProto()
     first.CopyFrom(message)
     brain = first.unity_output.rl_initialization_output.brain_parameters.add(brain_name="Idle?team=0")
@@ -129,17 +132,22 @@ def main():
             line = f"turn {turn + 1}, 10 agents: {mine[-1][0]:5.0f} exchanges/s, {mine[-1][1]:.3f} ms of Python each"
             if not args.no_stock:
                 command = [stock_python, "-c", STOCK_CLIENT, idle, str(args.seconds), str(turn)]
-                stock.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
+                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                stock.append(json.loads(out.splitlines()[-1]))
                 line += f"; stock {stock[-1]:4.0f} exchanges/s; ratio {mine[-1][0] / stock[-1]:.1f}"
             print(line, flush=True)
-        print(f"10 agents: {median(m[1] for m in mine):.3f} ms of Python per exchange, median of the turns (at most 0.3 wanted)")
+        each = median(m[1] for m in mine)
+        print(f"10 agents: {each:.3f} ms of Python per exchange, median of the turns (at most 0.3 wanted)")
         if stock:
-            print(f"ratio: {median(m[0] / s for m, s in zip(mine, stock, strict=True)):.1f}, median of the turns (at least 20 wanted)")
+            ratio = median(m[0] / s for m, s in zip(mine, stock, strict=True))
+            print(f"ratio: {ratio:.1f}, median of the turns (at least 20 wanted)")
         many = [ours(launcher(folder, 100), args.seconds)[1] for _ in range(args.rounds)]
-        print(f"100 agents: {median(many):.3f} ms of Python per exchange, median of the turns (at most 1.5 wanted)", flush=True)
+        each = median(many)
+        print(f"100 agents: {each:.3f} ms of Python per exchange, median of the turns (at most 1.5 wanted)", flush=True)
         for scene, wanted in (("Crawler", 2500), ("3DBall", 6000)):
             rates = [ours(scene, args.seconds)[2] for _ in range(args.rounds)]
-            print(f"{scene}, one player, random actions: {median(rates):.0f} decisions/s, median of the turns (at least {wanted} wanted)", flush=True)
+            rate = f"{median(rates):.0f} decisions/s, median of the turns (at least {wanted} wanted)"
+            print(f"{scene}, one player, random actions: {rate}", flush=True)
 
 
 if __name__ == "__main__":

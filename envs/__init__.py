@@ -1,4 +1,5 @@
-"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes; arms that reach and a task in pixels, as gymnasium envs."""
+"""Bundled environments: a player that speaks ML-Agents' protocol, and its scenes; as gymnasium envs, arms that reach
+and a task in pixels."""
 
 import os
 import sys
@@ -12,8 +13,18 @@ gym.register("Reacher2Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 2}, max
 gym.register("Reacher3Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 3}, max_episode_steps=100)
 gym.register("Reacher6Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 6}, max_episode_steps=100)
 gym.register("ReacherPlane-v0", "envs.reacher:Reacher", kwargs={"joints": 2, "plane": True}, max_episode_steps=100)
-for name, kwargs in {"": {}, "Discrete": {"actions": "discrete"}, "MultiDiscrete": {"actions": "multidiscrete"}, "Dict": {"vector": True}}.items():
+for name, kwargs in {
+    "": {},
+    "Discrete": {"actions": "discrete"},
+    "MultiDiscrete": {"actions": "multidiscrete"},
+    "Dict": {"vector": True},
+}.items():
     gym.register(f"DummyPixels{name}-v0", entry_point="envs.dummy:DummyPixels", kwargs=kwargs, max_episode_steps=50)
+
+
+class EngineError(RuntimeError):
+    """What runs the envs is gone or makes no sense: the base of what a Unity player and a worker raise."""
+
 
 NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
 
@@ -25,6 +36,7 @@ def choose_gl():
 
 
 def cheap(model):
-    """A MuJoCo model without shadows, multisampling and reflections, before its first picture: without a GPU they take nearly all of the time."""
+    """A MuJoCo model without shadows, multisampling and reflections, before its first picture: without a GPU they take
+    nearly all of the time."""
     model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
     model.mat_reflectance[:] = 0

@@ -1,16 +1,19 @@
-"""ML-Agents' Crawler on MuJoCo physics: a body on four legs walks towards a target at a wanted speed. A scene of `player.py`.
+"""ML-Agents' Crawler on MuJoCo physics: a body on four legs walks towards a target at a wanted speed. A scene of
+`player.py`.
 
-Observations, actions, rewards, ends and resets are those of Unity's CrawlerAgent; bodies, joints and drives are those of Unity's prefab. The
-physics is not PhysX: scores are near Unity's, not Unity's. It was fitted to recordings of a real Unity player (state and action in, state one
-decision later out), and ML-Agents' own trained policy walks in it. Known to differ:
+Observations, actions, rewards, ends and resets are those of Unity's CrawlerAgent; bodies, joints and drives are those
+of Unity's prefab. The physics is not PhysX: scores are near Unity's, not Unity's. It was fitted to recordings of a real
+Unity player (state and action in, state one decision later out), and ML-Agents' own trained policy walks in it. Known
+to differ:
 
-1. PhysX does not solve its joints to the end: knees give way by up to 4 cm, and sideways hip motion is partly noise. Here joints are exact, and
-   softer drives, softer contacts and less friction stand in for that.
+1. PhysX does not solve its joints to the end: knees give way by up to 4 cm, and sideways hip motion is partly noise.
+   Here joints are exact, and softer drives, softer contacts and less friction stand in for that.
 2. Parts of one crawler pass through each other, and the target is touched but pushes nobody.
 3. The down ray sees the ground only, never a leg of the crawler's own.
 4. All crawlers share one arena without seeing each other. In Unity each has its own.
 
-MuJoCo's (x, y, z) is Unity's (x, z, y), its quaternion (w, x, y, z) Unity's (w, -x, -z, -y). Only `observe` speaks Unity's.
+MuJoCo's (x, y, z) is Unity's (x, z, y), its quaternion (w, x, y, z) Unity's (w, -x, -z, -y). Only `observe` speaks
+Unity's.
 """
 
 import mujoco
@@ -38,49 +41,64 @@ STRENGTH = np.array([12, 16, 13, 17, 14, 18, 15, 19])  # the same, in the order 
 
 SPRING, DAMPER, MAX_FORCE = 40000.0, 5000.0, 20000.0  # of the prefab's JointDriveController
 RATE = 2 * SPRING / (DAMPER + SPRING * DT)  # the drive as an implicit spring: speed per tan(error / 2)
-# Fitted: the drives' weights in the solver, the contacts' friction (0.6 in Unity), impedance and the part of a penetration undone in a step.
+# Fitted: the drives' weights in the solver, the contacts' friction (0.6 in Unity), impedance and the part of a
+# penetration undone in a step.
 WEIGHT = np.tile([5.5, 2.0, 2.6], 4)
 FRICTION, IMPEDANCE, RECOVERY = 0.4, 0.8, 0.25
-SOLREF = f"{-RECOVERY * IMPEDANCE / DT**2} {-IMPEDANCE / DT}"  # MuJoCo divides by the impedance: speed -> RECOVERY * penetration / DT in one step
+# MuJoCo divides by the impedance: speed -> RECOVERY * penetration / DT in one step.
+SOLREF = f"{-RECOVERY * IMPEDANCE / DT**2} {-IMPEDANCE / DT}"
 SOLIMP = f"{IMPEDANCE} {IMPEDANCE} .001"
 
-# conjugate(a) * b of MuJoCo's quaternions, as Unity's (x, y, z, w) = (1, 2, 3, 4): where a[i] * b[j] goes, and with which sign
+# conjugate(a) * b of MuJoCo's quaternions, as Unity's (x, y, z, w) = (1, 2, 3, 4): where a[i] * b[j] goes, and with
+# which sign
 PRODUCT = np.array([[4, -1, -3, -2], [1, 4, 2, -3], [3, -2, 4, 1], [2, 3, -1, 4]])
 LOCAL = (np.sign(PRODUCT)[:, :, None] * np.eye(4)[np.abs(PRODUCT) - 1]).reshape(4, 16)
 
 
 def mjcf(num_agents):
-    """Contacts are listed pair by pair, parts against ground and walls: no bits to run out of, and far less work than finding them."""
+    """Contacts are listed pair by pair, parts against ground and walls: no bits to run out of, and far less work than
+    finding them."""
     s, c = 0.6532815, 0.2705981  # the legs lie along the diagonals
     legs = ((1, -1, s, s, c, c), (-1, -1, s, s, -c, -c), (-1, 1, c, c, -s, -s), (1, 1, c, c, s, s))
     walls = (("east", ARENA, 0), ("west", -ARENA, 0), ("north", 0, ARENA), ("south", 0, -ARENA))
+    worlds = ("ground", *(name for name, _, _ in walls))
     film = """<camera name="film" mode="trackcom" pos="0 -8 3.5" xyaxes="1 0 0 0 .5 1"/>
         <light mode="trackcom" directional="true" pos="2 -2 9" dir="-.2 .2 -1" diffuse=".6 .6 .6"/>"""
     crawlers = pairs = sensors = ""
     for k in range(num_agents):
         hidden = 'group="3"' if k else ""  # a film shows crawler 0 only
-        crawlers += f"""<body name="body{k}" pos="0 0 {START_HEIGHT}">{film if k == 0 else ""}<joint type="free" limited="false" frictionloss="0"/>
+        crawlers += f"""<body name="body{k}" pos="0 0 {START_HEIGHT}">{film if k == 0 else ""}
+            <joint type="free" limited="false" frictionloss="0"/>
             <geom name="body{k}" type="sphere" size=".5" mass="20" rgba=".9 .5 .15 1" {hidden}/>"""
         parts = [f"body{k}"]
         for i, (x, y, *quat) in enumerate(legs):
             upper, lower = f"upper{k}_{i}", f"lower{k}_{i}"
             parts += [upper, lower]
-            crawlers += f"""<body name="{upper}" pos="{0.6363962 * x} {0.6363962 * y} -.15" quat="{" ".join(map(str, quat))}">
+            place = f'pos="{0.6363962 * x} {0.6363962 * y} -.15" quat="{" ".join(map(str, quat))}"'
+            crawlers += f"""<body name="{upper}" {place}>
                 <joint pos="0 0 -.5" axis="1 0 0" range="-60 0"/><joint pos="0 0 -.5" axis="0 -1 0" range="-20 20"/>
                 <geom name="{upper}" type="capsule" size=".15 .325" mass="2" {hidden}/>
                 <body name="{lower}" pos="0 0 1.08"><joint pos="0 0 -.75" axis="1 0 0" range="0 150"/>
                 <geom name="{lower}" type="capsule" size=".15 .6" mass="1" {hidden}/></body></body>"""
         crawlers += "</body>"
         sensors += "".join(f'<framelinvel objtype="body" objname="{part}"/>' for part in parts)
-        pairs += "".join(f'<pair geom1="{world}" geom2="{part}"/>' for part in parts for world in ("ground", *(name for name, _, _ in walls)))
-    walls = "".join(f'<geom name="{name}" type="plane" size="50 50 1" pos="{x} {y} 0" zaxis="{-x} {-y} 0" group="3"/>' for name, x, y in walls)
+        pairs += "".join(f'<pair geom1="{world}" geom2="{part}"/>' for part in parts for world in worlds)
+    walls = "".join(
+        f'<geom name="{name}" type="plane" size="50 50 1" pos="{x} {y} 0" zaxis="{-x} {-y} 0" group="3"/>'
+        for name, x, y in walls
+    )
     # frictionloss only makes the rows that `physics` turns into drives
-    return f"""<mujoco><size memory="{num_agents + 20}M"/><statistic extent="8"/><visual><headlight ambient=".35 .35 .35"/></visual>
+    return f"""<mujoco><size memory="{num_agents + 20}M"/><statistic extent="8"/>
+        <visual><headlight ambient=".35 .35 .35"/></visual>
         <option timestep="{DT}" gravity="0 0 {-GRAVITY}" cone="elliptic" iterations="6" tolerance="1e-5">
         <flag eulerdamp="disable" warmstart="disable" autoreset="disable"/></option>
-        <default><geom contype="0" conaffinity="0" rgba=".25 .3 .4 1"/><joint limited="true" frictionloss="1" solreflimit="{SOLREF}" solimplimit="{SOLIMP}"/>
-        <pair condim="3" friction="{FRICTION} {FRICTION} 0 0 0" margin="{CONTACT_OFFSET}" solref="{SOLREF}" solimp="{SOLIMP}"/></default>
-        <asset><texture name="checker" type="2d" builtin="checker" rgb1=".62 .66 .7" rgb2=".5 .54 .58" width="256" height="256"/>
+        <default><geom contype="0" conaffinity="0" rgba=".25 .3 .4 1"/>
+        <joint limited="true" frictionloss="1" solreflimit="{SOLREF}" solimplimit="{SOLIMP}"/>
+        <pair condim="3" friction="{FRICTION} {FRICTION} 0 0 0" margin="{CONTACT_OFFSET}"
+          solref="{SOLREF}" solimp="{SOLIMP}"/></default>
+        <asset>
+        <texture name="checker" type="2d" builtin="checker" rgb1=".62 .66 .7" rgb2=".5 .54 .58"
+          width="256" height="256"/>
         <texture type="skybox" builtin="gradient" rgb1=".75 .85 .95" rgb2=".4 .55 .75" width="64" height="64"/>
         <material name="checker" texture="checker" texrepeat="25 25"/></asset>
         <worldbody><geom name="ground" type="plane" size="50 50 1" material="checker" rgba="1 1 1 1"/>{walls}
@@ -89,7 +107,8 @@ def mjcf(num_agents):
 
 
 class Crawler:
-    behavior, sensors, continuous, branches = "Crawler?team=0", [("PhysicsBodySensor:Body", 126), ("VectorSensor_size32", 32)], 20, ()
+    behavior, continuous, branches = "Crawler?team=0", 20, ()
+    sensors = [("PhysicsBodySensor:Body", 126), ("VectorSensor_size32", 32)]
     num_agents, period, offset, between, max_step, dt = 10, 5, 0, False, 5000, DT
 
     def __init__(self, num_agents, seed, parameters):
@@ -97,11 +116,14 @@ class Crawler:
         self.rng = np.random.default_rng(seed)
         self.model = mujoco.MjModel.from_xml_string(mjcf(n))
         self.data = data = mujoco.MjData(self.model)
-        self.model.dof_damping.reshape(n, 18)[:, :6] = [0.05 * 32] * 3 + [0.05 * 20] * 3  # Unity's drag of 0.05 per second
+        # Unity's drag of 0.05 per second
+        self.model.dof_damping.reshape(n, 18)[:, :6] = [0.05 * 32] * 3 + [0.05 * 20] * 3
         # Views into MuJoCo's arrays, a row per crawler; world and target are the two bodies before the crawlers'.
-        self.qpos, self.qvel, self.velocity = data.qpos.reshape(n, 19), data.qvel.reshape(n, 18), data.sensordata.reshape(n, 9, 3)
+        self.qpos, self.qvel = data.qpos.reshape(n, 19), data.qvel.reshape(n, 18)
+        self.velocity = data.sensordata.reshape(n, 9, 3)
         self.angle, self.spin = self.qpos[:, 7:], self.qvel[:, 6:]
-        self.xpos, self.xquat, self.xmat = data.xpos[2:].reshape(n, 9, 3), data.xquat[2:].reshape(n, 9, 4), data.xmat[2:].reshape(n, 9, 3, 3)
+        self.xpos, self.xquat = data.xpos[2:].reshape(n, 9, 3), data.xquat[2:].reshape(n, 9, 4)
+        self.xmat = data.xmat[2:].reshape(n, 9, 3, 3)
         self.height, self.slope = self.xpos[:, :, 2], self.xmat[:, :, 2, 2]  # of the parts' centres and axes
         self.facing = self.xmat[:, 0, :, 1]  # the body's forward axis
         self.goal, self.force, self.strength = np.zeros((n, 12)), np.full((n, 12), MAX_FORCE), np.zeros((n, 8))
@@ -122,7 +144,8 @@ class Crawler:
         return np.maximum(TARGET_HEIGHT - GRAVITY * DT**2 / 2 * steps * (steps + 1), 0.5)
 
     def begin(self, who):
-        """As in Unity, the target, joints' goals and strengths stay: a crawler falls with its old goals until it decides."""
+        """As in Unity, the target, joints' goals and strengths stay: a crawler falls with its old goals until it
+        decides."""
         for i in who:
             yaw = self.rng.uniform(0, 2 * np.pi)
             self.qpos[i] = 0
@@ -156,16 +179,19 @@ class Crawler:
         data, hinges = self.data, self.goal.size
         # PhysX finds contacts before it moves the parts: what is reported after a step was near the ground before it.
         self.touching = self.height - np.abs(self.slope * HALF) < TOUCH
-        # PhysX's slerp drive is an implicit spring inside the solver, with a largest force. Here it is a friction row whose wanted speed is not 0.
-        # With constraint islands, one per crawler, MuJoCo has already copied all but aref: the copies are what it solves.
+        # PhysX's slerp drive is an implicit spring inside the solver, with a largest force. Here it is a friction row
+        # whose wanted speed is not 0. With constraint islands, one per crawler, MuJoCo has already copied all but aref:
+        # the copies are what it solves.
         half = (self.goal - self.angle) / 2
         cos = np.cos(half)
         weight = (WEIGHT * cos * cos).ravel()
         rows, aref = data.map_efc2iefc[:hinges], data.efc_aref
-        data.iefc_frictionloss[rows], data.iefc_D[rows], data.iefc_R[rows] = (self.force * cos).ravel() / 2, weight, 1 / weight
+        data.iefc_frictionloss[rows] = (self.force * cos).ravel() / 2
+        data.iefc_D[rows], data.iefc_R[rows] = weight, 1 / weight
         aref[:hinges] = ((RATE * np.tan(half) - self.spin) / DT).ravel()
-        # Contacts are the last rows, three each. Two corrections of the normal's: within its margin MuJoCo pushes parts away, PhysX only slows them
-        # down; and MuJoCo's convex friction cone lifts what slides, at a speed of friction * slip, where feet slide at metres per second.
+        # Contacts are the last rows, three each. Two corrections of the normal's: within its margin MuJoCo pushes parts
+        # away, PhysX only slows them down; and MuJoCo's convex friction cone lifts what slides, at a speed of
+        # friction * slip, where feet slide at metres per second.
         contacts = data.nf + data.nl
         slip = data.efc_vel[contacts:].reshape(-1, 3)
         aref[contacts::3] -= RECOVERY * CONTACT_OFFSET / DT**2 + FRICTION / DT * np.hypot(slip[:, 1], slip[:, 2])
@@ -198,11 +224,13 @@ class Crawler:
         turn = np.zeros((k, 3, 3))  # into the cube's frame, and to Unity's axes
         turn[:, 0, 0], turn[:, 1, 0], turn[:, 2, 1], turn[:, 0, 2], turn[:, 1, 2] = c, -s, 1, s, c
         vectors = vectors @ turn
-        # A quaternion's sign matters to a policy: half of the cube's yaw is in (-60, 120] degrees, as Quaternion.LookRotation gives it.
+        # A quaternion's sign matters to a policy: half of the cube's yaw is in (-60, 120] degrees, as
+        # Quaternion.LookRotation gives it.
         yaw = np.arctan2(s, c)
         yaw = np.where(yaw < -2 / 3 * np.pi, yaw + 2 * np.pi, yaw) / 2
         frames = np.zeros((k, 6, 4))
-        frames[:, 0, 0], frames[:, 0, 3], frames[:, 1], frames[:, 2:] = np.cos(yaw), -np.sin(yaw), quat[:, 0], quat[:, 1::2]
+        frames[:, 0, 0], frames[:, 0, 3] = np.cos(yaw), -np.sin(yaw)
+        frames[:, 1], frames[:, 2:] = quat[:, 0], quat[:, 1::2]
         local = (frames @ LOCAL).reshape(k, 6, 4, 4)
         body, vector = np.empty((k, 126), np.float32), np.empty((k, 32), np.float32)
         pose = body[:, :63].reshape(k, 9, 7)
@@ -211,11 +239,13 @@ class Crawler:
         body[:, 94:] = (quat[:, 1:, None] @ local[:, PARENT]).reshape(k, 32)
         average, want = vectors[:, 18], vectors[:, 19]
         off = want - average
-        vector[:, 0], vector[:, 1:4], vector[:, 4:7], vector[:, 11:14] = np.sqrt(np.vecdot(off, off)), average, want, vectors[:, 20]
+        vector[:, 0] = np.sqrt(np.vecdot(off, off))
+        vector[:, 1:4], vector[:, 4:7], vector[:, 11:14] = average, want, vectors[:, 20]
         x, y, z = facing.T
         rotation = vector[:, 7:11]  # Quaternion.FromToRotation
         rotation[:, 0], rotation[:, 1], rotation[:, 2], rotation[:, 3] = z * c, y * s - x * c, -z * s, 1 + x * s + y * c
         rotation /= np.maximum(np.sqrt(np.vecdot(rotation, rotation)), 1e-9)[:, None]
         vector[:, 14] = np.minimum(self.height[who, 0] / 10, 1)
-        vector[:, 15], vector[:, 16::2], vector[:, 17::2] = self.touching[who, 0], self.touching[who, 1:], self.strength[who]
+        vector[:, 15], vector[:, 16::2] = self.touching[who, 0], self.touching[who, 1:]
+        vector[:, 17::2] = self.strength[who]
         return [body, vector]

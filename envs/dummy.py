@@ -1,11 +1,13 @@
-"""A dot to be driven onto a target, seen as an image: a task that is solved in a minute, and so cheap that what remains of the time is the algorithm's.
+"""A dot to be driven onto a target, seen as an image: a task that is solved in a minute, and so cheap that what remains
+of the time is the algorithm's.
 
     DummyPixels-v0                  two velocities from -1 to 1
     DummyPixelsDiscrete-v0          stay, left, right, up, down
     DummyPixelsMultiDiscrete-v0     two branches: left, stay, right; up, stay, down
     DummyPixelsDict-v0              two velocities; the image shows the target alone, a vector says where the dot is
 
-The reward is the way that has come closer, in images, and 1 on the target, where the episode ends; after 50 steps it is cut.
+The reward is the way that has come closer, in images, and 1 on the target, where the episode ends; after 50 steps it is
+cut.
 """
 
 import gymnasium as gym
@@ -30,11 +32,14 @@ class DummyPixels(gym.Env):
     def __init__(self, actions="continuous", vector=False, size=64, render_mode=None):
         self.actions, self.vector, self.size, self.render_mode = actions, vector, size, render_mode
         self.action_space = {
-            "continuous": gym.spaces.Box(-1, 1, (2,), np.float32), "discrete": gym.spaces.Discrete(5), "multidiscrete": gym.spaces.MultiDiscrete([3, 3]),
-        }[actions]  # fmt: skip
+            "continuous": gym.spaces.Box(-1, 1, (2,), np.float32),
+            "discrete": gym.spaces.Discrete(5),
+            "multidiscrete": gym.spaces.MultiDiscrete([3, 3]),
+        }[actions]
         self.observation_space = image = gym.spaces.Box(0, 255, (size, size, 3), np.uint8)
         if vector:
-            self.observation_space = gym.spaces.Dict({"image": image, "position": gym.spaces.Box(-1, 1, (2,), np.float32)})
+            position = gym.spaces.Box(-1, 1, (2,), np.float32)
+            self.observation_space = gym.spaces.Dict({"image": image, "position": position})
         self.canvas = np.empty((size, size, 3), np.uint8)
 
     def reset(self, *, seed=None, options=None):

@@ -1,8 +1,10 @@
-"""GridWorld of Unity ML-Agents: nine agents, each on a board of its own, walk to the green plus and not to the red cross.
+"""GridWorld of Unity ML-Agents: nine agents, each on a board of its own, walk to the green plus and not to the red
+cross.
 
-An agent sees its board from above, and nothing else. It decides in every fixed step: stay, up, down, left, right; the mask forbids steps into a wall. 1 and the
-end on the plus, -1 and the end on the cross, -0.01 a step. The boards are drawn flat and dark, in Unity's size: a network trained here
-has not seen Unity's light. Newer packages also tell the agent which of the two is the goal; here it is always the plus, as it was before.
+An agent sees its board from above, and nothing else. It decides in every fixed step: stay, up, down, left, right; the
+mask forbids steps into a wall. 1 and the end on the plus, -1 and the end on the cross, -0.01 a step. The boards are
+drawn flat and dark, in Unity's size: a network trained here has not seen Unity's light. Newer packages also tell the
+agent which of the two is the goal; here it is always the plus, as it was before.
 """
 
 import numpy as np
@@ -60,8 +62,11 @@ class GridWorld:
         board[::side] = board[:, ::side] = LINE
         third = max(side // 3, 1)
         i, j = np.indices((side - 1, side - 1)) - (side - 2) / 2
-        plus, cross = (abs(i) < third / 2) | (abs(j) < third / 2), (abs(i - j) < third / 1.5) | (abs(i + j) < third / 1.5)
-        for (column, row), shape, color in zip(self.places[agent], (plus, cross, np.maximum(abs(i), abs(j)) < side / 3), (GREEN, RED, BLUE), strict=True):
+        plus = (abs(i) < third / 2) | (abs(j) < third / 2)
+        cross = (abs(i - j) < third / 1.5) | (abs(i + j) < third / 1.5)
+        square = np.maximum(abs(i), abs(j)) < side / 3
+        drawn = zip(self.places[agent], (plus, cross, square), (GREEN, RED, BLUE), strict=True)
+        for (column, row), shape, color in drawn:
             board[row * side + 1 : (row + 1) * side, column * side + 1 : (column + 1) * side][shape] = color
         picture = np.full((HEIGHT, WIDTH, 3), LINE, np.uint8)
         top, left = (HEIGHT - side * size) // 2, (WIDTH - side * size) // 2

@@ -1,4 +1,5 @@
-"""A scene for tests: agents with periods, offsets, lifetimes, MaxSteps, absences and late arrivals of their own, all drawn from the seed.
+"""A scene for tests: agents with periods, offsets, lifetimes, MaxSteps, absences and late arrivals of their own, all
+drawn from the seed.
 
 An observation says whose it is and when it was made: agent, episode, fixed steps in all, the agent's last action.
 """

@@ -1,14 +1,17 @@
-"""Gymnasium envs with images as one vector env, in this process or in worker processes: rendering scales over processes and not over threads.
+"""Gymnasium envs with images as one vector env, in this process or in workers: rendering scales over processes and not
+over threads.
 
     envs = PixelEnvs("Reacher-v5", num_envs=8, num_workers=2, from_pixels=True)
 
-Observations are dicts, as UnityVecEnv's: uint8 images (height, width, channel) and, where there is anything else, "vector". They are views of arrays that the
-next step overwrites. infos["final_obs"] and infos["is_success"] are given by slot at an episode's end.
+Observations are dicts, as UnityVecEnv's: uint8 images (height, width, channel) and, where there is anything else,
+"vector". They are views of arrays that the next step overwrites. infos are those of envs/vector.py.
 
-A worker is this file run as a program, with several envs. It reads actions from memory that is shared, and writes what comes of them there; a line on
-its standard input wakes it, a line on its standard output answers. When this process is gone, so is the input, and the worker ends.
+A worker is this file run as a program, with several envs. It reads actions from memory that is shared, and writes what
+comes of them there; a line on its standard input wakes it, a line on its standard output answers. When this process is
+gone, so is the input, and the worker ends.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -25,40 +28,95 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from envs import NEEDS_GL, cheap, choose_gl  # noqa: E402
-from envs.vector import LONGEST, SyncEnvs, find  # noqa: E402
+from envs import NEEDS_GL, SCENES, EngineError, cheap, choose_gl
+from envs.vector import FILM_STEPS, LONGEST, SyncEnvs, check_finite, find, is_image, make_unity_envs
 
-CAMERAS = {"Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}}  # gymnasium's own shows arm and target in a few pixels
-COARSE = {"numslices": 12, "numstacks": 6, "numquads": 2}  # of round bodies and floors: fewer triangles than MuJoCo's draw in a third of the time
+CAMERAS = {
+    "Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}
+}  # gymnasium's own shows arm and target in a few pixels
+COARSE = {
+    "numslices": 12,
+    "numstacks": 6,
+    "numquads": 2,
+}  # of round bodies and floors: fewer triangles than MuJoCo's draw in a third of the time
+NOTHING = np.zeros((0, 1))  # where there is no vector
 SMALL = 256  # pixels: films of smaller images are enlarged
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(EngineError):
     """Which worker, and its last words."""
+
+
+def make_envs(args, seed, film=None):
+    """As envs.vector has it, of envs that are seen. film: one env or player, and its video is written there."""
+    if args.unity_path or args.env_id in SCENES:
+        envs, how = make_unity_envs(args, seed, film, no_graphics=False)  # else Unity's cameras see nothing
+        envs.film_steps = FILM_STEPS // 3  # GridWorld's steps are slow
+        return envs, how
+    settings = {
+        key: getattr(args, key) for key in ("from_pixels", "image_size", "grayscale", "action_repeat", "env_kwargs")
+    }
+    if film:
+        return Filmed(PixelEnvs(args.env_id, 1, **settings), film), "one gymnasium env, filmed"
+    how = f"{args.num_envs} gymnasium env(s), " + (
+        f"in {args.num_workers} workers" if args.num_workers else "one after another"
+    )
+    return PixelEnvs(args.env_id, args.num_envs, args.num_workers, **settings), how
 
 
 def is_mujocos(env_id):
     return str(find(env_id).entry_point).startswith(("gymnasium.envs.mujoco", "envs.reacher"))
 
 
-def make_pixel_env(env_id, from_pixels=False, image_size=64, grayscale=False, action_repeat=1, painter=None, **kwargs):
-    """One gymnasium env whose observations are a dict of images and a vector. painter: another env of the same id and process, whose OpenGL draws this one
-    too."""
-    spec = find(env_id)
+def describe_seen(args, envs):
+    """What is seen, in plain numbers. sensors: in Unity's order, names of images and sizes of vectors."""
+    seen, action = envs.single_observation_space, envs.single_action_space
+    images = {name: space.shape for name, space in getattr(seen, "spaces", {}).items() if name != "vector"}
+    if not images:
+        other = (
+            "ppo_continuous_multiagent.py takes vectors"
+            if isinstance(action, gym.spaces.Box)
+            else "no script here takes vectors with discrete actions"
+        )
+        way = "; --from-pixels renders it" if hasattr(envs, "num_workers") and is_mujocos(args.env_id) else ""
+        raise ValueError(f"{args.env_id} has no images in its observations {seen}: {other}{way}")
+    vector = seen["vector"].shape[0] if "vector" in seen.spaces else 0
+    return {
+        "images": images,
+        "vector": vector,
+        "sensors": getattr(envs, "sensors", [*images, *[vector] * (vector > 0)]),
+    }
+
+
+def make_pixel_env(
+    env_id, from_pixels=False, image_size=64, grayscale=False, action_repeat=1, env_kwargs=None, painter=None
+):
+    """One gymnasium env whose observations are a dict of images and a vector. painter: another env of the same id and
+    process, whose OpenGL draws this one too."""
+    spec, kwargs = find(env_id), dict(env_kwargs or {})
     if from_pixels:
         if not is_mujocos(env_id):
-            raise ValueError(f"--from-pixels renders gymnasium's MuJoCo envs and the reachers, and {env_id} is none of them")
+            raise ValueError(
+                f"--from-pixels renders gymnasium's MuJoCo envs and the reachers, and {env_id} is none of them"
+            )
         choose_gl()
         kwargs |= {"render_mode": "rgb_array", "width": image_size, "height": image_size}
         if spec.name in CAMERAS:
-            kwargs["default_camera_config"] = CAMERAS[spec.name]
+            kwargs.setdefault("default_camera_config", CAMERAS[spec.name])
     try:
         env = gym.make(spec, disable_env_checker=True, **kwargs)
         if from_pixels:
-            env = FromPixels(Repeat(env, action_repeat) if action_repeat > 1 else env, painter and painter.get_wrapper_attr("viewer"))
+            env = FromPixels(
+                Repeat(env, action_repeat) if action_repeat > 1 else env, painter and painter.get_wrapper_attr("viewer")
+            )
             return Named(env, grayscale)
     except (AttributeError, ImportError, OSError, RuntimeError, gym.error.Error) as error:
-        raise ValueError(f"--from-pixels {NEEDS_GL} ({error})" if from_pixels else f"--env-id {env_id}: {error}") from None
+        raise ValueError(
+            f"--from-pixels {NEEDS_GL} ({error})" if from_pixels else f"--env-id {env_id}: {error}"
+        ) from None
+    except Exception as error:
+        given = f" with {env_kwargs}" if env_kwargs else ""
+        raise ValueError(f"--env-id {env_id}{given} can't be made: {' '.join(str(error).split())}") from None
     return Named(Repeat(env, action_repeat) if action_repeat > 1 else env, grayscale)
 
 
@@ -80,8 +138,8 @@ class Repeat(gym.Wrapper):
 
 
 class FromPixels(gym.ObservationWrapper):
-    """What gymnasium renders of a MuJoCo env takes the place of its observation. Envs with one model share what draws them: changing between OpenGL contexts
-    would take a tenth of the time."""
+    """What gymnasium renders of a MuJoCo env takes the place of its observation. Envs with one model share what draws
+    them: changing between OpenGL contexts would take a tenth of the time."""
 
     def __init__(self, env, viewer=None):
         super().__init__(env)
@@ -97,13 +155,17 @@ class FromPixels(gym.ObservationWrapper):
             self.viewer = getattr(self.base, "mujoco_renderer", self.base).viewer
             for name, value in fine.items():  # films are larger
                 setattr(quality, name, value)
-        self.observation_space = gym.spaces.Box(0, 255, (self.viewer.viewport.height, self.viewer.viewport.width, 3), np.uint8)
+        self.observation_space = gym.spaces.Box(
+            0, 255, (self.viewer.viewport.height, self.viewer.viewport.width, 3), np.uint8
+        )
 
     def observation(self, _):
         """As gymnasium's viewer does it, without the depth, which it reads too."""
         view, out = self.viewer, np.empty(self.observation_space.shape, np.uint8)
         view.make_context_current()  # what films this env has another
-        mujoco.mjv_updateScene(self.base.model, self.base.data, view.vopt, view.pert, view.cam, mujoco.mjtCatBit.mjCAT_ALL, view.scn)
+        mujoco.mjv_updateScene(
+            self.base.model, self.base.data, view.vopt, view.pert, view.cam, mujoco.mjtCatBit.mjCAT_ALL, view.scn
+        )
         mujoco.mjr_render(view.viewport, view.scn, view.con)
         mujoco.mjr_readPixels(out, None, view.viewport, view.con)
         return out[::-1]
@@ -143,16 +205,18 @@ class Named(gym.ObservationWrapper):
 
 def leaves(space, path=()):
     """Name, path and space of everything in a nest of observations."""
-    inside = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces) if isinstance(space, gym.spaces.Tuple) else None
+    inside = (
+        space.spaces.items()
+        if isinstance(space, gym.spaces.Dict)
+        else enumerate(space.spaces)
+        if isinstance(space, gym.spaces.Tuple)
+        else None
+    )
     if inside is None:
         yield ".".join(map(str, path)) or "image", path, space
     else:
         for key, part in inside:
             yield from leaves(part, (*path, key))
-
-
-def is_image(space):
-    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)
 
 
 def picture(array):
@@ -185,7 +249,9 @@ class Group(SyncEnvs):
             self.arrays[f"{what}.{name}"][i] = obs[name]
 
     def step(self):
-        actions, rewards, terminated, truncated, success = (self.arrays[key] for key in ("actions", "rewards", "terminated", "truncated", "success"))
+        actions, rewards, terminated, truncated, success = (
+            self.arrays[key] for key in ("actions", "rewards", "terminated", "truncated", "success")
+        )
         for i, env in enumerate(self.envs):
             obs, rewards[i], term, trunc, info = env.step(actions[i])
             terminated[i], truncated[i] = term, trunc
@@ -205,10 +271,11 @@ class Worker:
     def __init__(self, first, last, job):
         self.name, self.log = f"worker of envs {first} to {last - 1}", tempfile.TemporaryFile()
         command = [sys.executable, str(Path(__file__).resolve())]
-        environment = {"LP_NUM_THREADS": "0", **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.process = subprocess.Popen(  # a session of its own: Ctrl-C is for this process, which finishes the iteration first
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment, start_new_session=True
-        )
+        path = os.pathsep.join(path for path in sys.path if path)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "pass_fds": job["files"]}
+        environment = {"LP_NUM_THREADS": "0", **os.environ, "PYTHONPATH": path}
+        # A session of its own: Ctrl-C is for this process, which finishes the iteration first.
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.send({"first": first, "last": last, **job})
 
     def send(self, message):
@@ -231,7 +298,8 @@ class Worker:
         return WorkerDied(f"the {self.name} ended with exit code {code}: {words or 'it said nothing'}")
 
     def close(self):
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):  # it is gone, and what it was to be told with it
+            self.process.stdin.close()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -245,24 +313,31 @@ class PixelEnvs:
     def __init__(self, env_id, num_envs, num_workers=0, **settings):
         """settings: make_pixel_env's"""
         self.num_envs, self.num_workers, self.workers = num_envs, min(num_workers, num_envs), []
+        self.everybody, self.nobody = np.ones(num_envs, bool), np.zeros(num_envs, bool)
         env = make_pixel_env(env_id, **settings)
-        self.single_observation_space, self.single_action_space, self.fps = env.observation_space, env.action_space, env.metadata.get("render_fps", 30)
+        self.single_observation_space, self.single_action_space, self.fps = (
+            env.observation_space,
+            env.action_space,
+            env.metadata.get("render_fps", 30),
+        )
         layout = {"actions": (env.action_space.shape, env.action_space.dtype.str), "rewards": ((), "f8")}
         layout |= {"terminated": ((), "?"), "truncated": ((), "?"), "success": ((), "i1")}
         for name, space in env.observation_space.spaces.items():
             layout |= {f"{what}.{name}": (space.shape, space.dtype.str) for what in ("obs", "final")}
         if self.num_workers == 0:
             self.arrays, _ = carve(layout, num_envs, None)
-            self.group = Group([env, *(make_pixel_env(env_id, painter=env, **settings) for _ in range(num_envs - 1))], self.arrays)
+            self.group = Group(
+                [env, *(make_pixel_env(env_id, painter=env, **settings) for _ in range(num_envs - 1))], self.arrays
+            )
             return
         env.close()
-        shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-        with tempfile.NamedTemporaryFile(dir=shared) as file:  # gone by its name as soon as all have it
+        with shared_file() as (file, name, files):
             file.truncate(carve(layout, num_envs, None)[1])
             self.memory = mmap.mmap(file.fileno(), 0)
             self.arrays, _ = carve(layout, num_envs, self.memory)
             places = np.linspace(0, num_envs, self.num_workers + 1).astype(int).tolist()
-            job = {"env_id": env_id, "settings": settings, "num_envs": num_envs, "layout": layout, "memory": file.name}
+            job = {"env_id": env_id, "settings": settings, "num_envs": num_envs, "layout": layout}
+            job |= {"memory": name, "files": files}
             try:
                 for first, last in zip(places, places[1:], strict=False):
                     self.workers.append(Worker(first, last, job))
@@ -290,7 +365,7 @@ class PixelEnvs:
             self._ask("reset", [seed] * len(self.workers))
         else:
             self.group.reset(seed)
-        return self._obs(), {}
+        return self._obs(), {"ready": self.everybody, "closed": self.nobody}
 
     def step(self, actions):
         self.arrays["actions"][:] = actions
@@ -299,9 +374,12 @@ class PixelEnvs:
         else:
             self.group.step()
         rewards, terminated, truncated = (self.arrays[key].copy() for key in ("rewards", "terminated", "truncated"))
-        infos = {}
+        check_finite(rewards, self.arrays.get("obs.vector", NOTHING))
+        infos = {"ready": self.everybody, "closed": self.everybody}
         for i in np.flatnonzero(terminated | truncated).tolist():
-            infos.setdefault("final_obs", {})[i] = {name: self.arrays[f"final.{name}"][i].copy() for name in self.single_observation_space.spaces}
+            infos.setdefault("final_obs", {})[i] = {
+                name: self.arrays[f"final.{name}"][i].copy() for name in self.single_observation_space.spaces
+            }
             if self.arrays["success"][i] >= 0:
                 infos.setdefault("is_success", {})[i] = bool(self.arrays["success"][i])
         return self._obs(), rewards, terminated, truncated, infos
@@ -318,10 +396,11 @@ class PixelEnvs:
     def restore(self, state):
         if self.workers:
             places = np.linspace(0, self.num_envs, self.num_workers + 1).astype(int).tolist()
+            state = in_lists(state)
             self._ask("restore", [state[first:last] for first, last in zip(places, places[1:], strict=False)])
         else:
             self.group.restore(state)
-        return self._obs()
+        return self._obs(), {"ready": self.everybody, "closed": self.nobody}
 
     def close(self):
         while self.workers:
@@ -330,13 +409,32 @@ class PixelEnvs:
             self.group.close()
 
 
+@contextlib.contextmanager
+def shared_file():
+    """A file in memory, how another process opens it, and what that must inherit. On Linux it has no name in any folder
+    that a killed process could leave behind."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("envs"), "r+b") as file:
+            yield file, f"/proc/self/fd/{file.fileno()}", [file.fileno()]
+    else:
+        with tempfile.NamedTemporaryFile() as file:  # gone by its name as soon as all have it
+            yield file, file.name, []
+
+
+def in_lists(state):
+    """SyncEnvs' state, for JSON."""
+    return state and [(begin, np.asarray(actions).tolist()) for begin, actions in state]
+
+
 def carve(layout, n, memory):
     """Arrays of n rows each in one piece of memory, and the bytes that they take."""
     arrays, size = {}, 0
     for name, (shape, dtype) in layout.items():
         shape, dtype = (n, *shape), np.dtype(dtype)
         count = int(np.prod(shape))
-        arrays[name] = np.zeros(shape, dtype) if memory is None else np.frombuffer(memory, dtype, count, size).reshape(shape)
+        arrays[name] = (
+            np.zeros(shape, dtype) if memory is None else np.frombuffer(memory, dtype, count, size).reshape(shape)
+        )
         size += -(-count * dtype.itemsize // 64) * 64
     return arrays, size
 
@@ -346,14 +444,25 @@ class Filmed:
 
     def __init__(self, envs, path):
         self.envs, self.video = envs, imageio.get_writer(path, fps=envs.fps, macro_block_size=1)
-        self.num_envs, self.single_action_space, self.single_observation_space = 1, envs.single_action_space, envs.single_observation_space
+        self.num_envs, self.single_action_space, self.single_observation_space = (
+            1,
+            envs.single_action_space,
+            envs.single_observation_space,
+        )
         self.env = envs.group.envs[0]
         self.large = None
         if hasattr(self.env.unwrapped, "mujoco_renderer"):
             from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
             base = self.env.unwrapped
-            self.large = MujocoRenderer(base.model, base.data, base.mujoco_renderer.default_cam_config, 480, 480, camera_id=base.mujoco_renderer.camera_id)
+            self.large = MujocoRenderer(
+                base.model,
+                base.data,
+                base.mujoco_renderer.default_cam_config,
+                480,
+                480,
+                camera_id=base.mujoco_renderer.camera_id,
+            )
 
     def _frame(self, image):
         if self.large:
@@ -393,7 +502,9 @@ def work():
     first, last = job["first"], job["last"]
     arrays = {name: array[first:last] for name, array in carve(job["layout"], job["num_envs"], memory)[0].items()}
     env = make_pixel_env(job["env_id"], **job["settings"])
-    group = Group([env, *(make_pixel_env(job["env_id"], painter=env, **job["settings"]) for _ in range(last - first - 1))], arrays)
+    group = Group(
+        [env, *(make_pixel_env(job["env_id"], painter=env, **job["settings"]) for _ in range(last - first - 1))], arrays
+    )
 
     def answer(value):
         answers.write(json.dumps(value).encode() + b"\n")
@@ -407,9 +518,9 @@ def work():
         elif what == "reset":
             answer(group.reset(value + first)[0])
         elif what == "state":
-            answer(group.state())
+            answer(in_lists(group.state()))
         else:
-            answer(group.restore([(begin, actions) for begin, actions in value]))
+            answer(group.restore(value)[0])
 
 
 if __name__ == "__main__":

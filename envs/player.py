@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
 """A player without Unity: scenes on MuJoCo physics that speak ML-Agents' protocol as a Unity build does.
 
-    python -m envs.player --scene Crawler --render crawler.mp4       look at a scene under random actions
-    UnityVecEnv("Crawler")                                           what the scripts do with --env-id Crawler
-    UnityEnvironment("envs/player.py", additional_args=["--scene", "Crawler"])      the stock client; or --unity-path of a script
+    python -m envs.player --scene Crawler --render crawler.mp4                    look at a scene under random actions
+    UnityVecEnv("Crawler")                                                        as the scripts do: --env-id Crawler
+    UnityEnvironment("envs/player.py", additional_args=["--scene", "Crawler"])    the stock client; or --unity-path
 
 `Academy` keeps Unity's order of a fixed step and DecisionRequester's rules. A scene is a class with
 
-    behavior, sensors [(name, size)], continuous, branches      what goes over the wire: one action space for all agents; an image's size is its shape
-    period, offset, between, max_step                           DecisionRequester and MaxStep: a number, or one per agent
+    behavior, sensors [(name, size)], continuous, branches      what goes over the wire: one action space for all
+                                                                agents; an image's size is its shape
+    period, offset, between, max_step                           DecisionRequester and MaxStep: a number, or one per
+                                                                agent
     begin(who), observe(who), act(who, continuous, discrete)    OnEpisodeBegin, CollectObservations, OnActionReceived
-    update(), physics()                                         the agents' FixedUpdate; the physics step and its collisions
-    mask(who), film(height, width)                              where there are: forbidden choices; a picture of a scene without a MuJoCo model
+    update(), physics()                                         the agents' FixedUpdate; the physics step and its
+                                                                collisions
+    mask(who), film(height, width)                              where there are: forbidden choices; a picture of a
+                                                                scene without a MuJoCo model
 
-and changes `academy.reward`, or calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode. `who` are agents' indices.
+and changes `academy.reward`, or calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode.
+`who` are agents' indices.
 """
 
 import argparse
@@ -27,10 +32,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launched as a program, like a Unity build, from anywhere
+# Launched as a program, like a Unity build, from anywhere.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from envs import NEEDS_GL, SCENES, cheap, choose_gl  # noqa: E402
-from unity_player import UnityMessageProto, Wire  # noqa: E402
+from envs import NEEDS_GL, SCENES, cheap, choose_gl
+from unity_player import UnityMessageProto, Wire
 
 STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
 ENVIRONMENT_PARAMETERS = uuid.UUID("534c891e-810f-11ea-a9d0-822485860400").bytes_le
@@ -40,8 +46,9 @@ RESET = 1
 class Academy:
     """Unity's Academy with its agents and their DecisionRequesters: one entry per agent in every array.
 
-    `exchange(outbox)` is called when a message is due and returns the continuous and discrete actions of the agents that ask in it, or None
-    for a reset. The outbox holds tuples (ids, observations, rewards, done, interrupted), each for agents that decided or ended together.
+    `exchange(outbox)` is called when a message is due and returns the continuous and discrete actions of the agents
+    that ask in it, or None for a reset. The outbox holds tuples (ids, observations, rewards, done, interrupted), each
+    for agents that decided or ended together.
     """
 
     def __init__(self, scene, num_agents, exchange):
@@ -61,7 +68,8 @@ class Academy:
         scene.academy = self
 
     def step(self):
-        """One FixedUpdate: requests, counters, observations, the exchange, actions, MaxStep; then the agents' own update and physics."""
+        """One FixedUpdate: requests, counters, observations, the exchange, actions, MaxStep; then the agents' own
+        update and physics."""
         if self.total == 0:
             self.reset()
         decides = self.enabled & (self.count % self.scene.period == self.scene.offset)
@@ -84,7 +92,8 @@ class Academy:
         self.scene.physics()
 
     def reset(self):
-        """A full reset, as the client's `reset` causes it: episodes are cut without a terminal, and rewards and last actions stay."""
+        """A full reset, as the client's `reset` causes it: episodes are cut without a terminal, and rewards and last
+        actions stay."""
         self.count = 0
         who = self._agents(self.enabled)
         self.steps[who] = 0
@@ -152,8 +161,10 @@ class Link:
         scene, message = self.academy.scene, UnityMessageProto()
         output = message.unity_output
         if self.heads is None:
-            self.heads = [image_head(name, size) if isinstance(size, tuple) else sensor_head(name, size) for name, size in scene.sensors]
-            spec = output.rl_initialization_output.brain_parameters.add(brain_name=scene.behavior, is_training=True).action_spec
+            head = lambda size: image_head if isinstance(size, tuple) else sensor_head
+            self.heads = [head(size)(name, size) for name, size in scene.sensors]
+            brains = output.rl_initialization_output.brain_parameters
+            spec = brains.add(brain_name=scene.behavior, is_training=True).action_spec
             spec.num_continuous_actions, spec.num_discrete_actions = scene.continuous, len(scene.branches)
             spec.discrete_branch_sizes.extend(scene.branches)
         infos = output.rl_output.agentInfos[scene.behavior].value
@@ -161,9 +172,11 @@ class Link:
             sensors = serialized(self.heads, observations)
             masks = scene.mask(who).tolist() if hasattr(scene, "mask") and not done else [()] * len(ids)
             for agent, reward, row, mask in zip(ids.tolist(), rewards.tolist(), sensors, masks, strict=True):
-                infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted, action_mask=mask).MergeFromString(row)
+                info = infos.add(id=agent, reward=reward, done=done, max_step_reached=interrupted, action_mask=mask)
+                info.MergeFromString(row)
         output.rl_output.side_channel = b"".join(
-            STATS + struct.pack("<ii", len(key) + 12, len(key)) + key.encode() + struct.pack("<fi", value, method) for key, value, method in self.academy.stats
+            STATS + struct.pack("<ii", len(key) + 12, len(key)) + key.encode() + struct.pack("<fi", value, method)
+            for key, value, method in self.academy.stats
         )
         self.academy.stats.clear()
         reply = self._call(message)
@@ -187,11 +200,13 @@ class Link:
                 kind, value = struct.unpack("<if", payload[key : key + 8])
                 if kind == 0:  # a plain float; samplers are Unity's own
                     self.parameters[payload[4:key].decode()] = value
-        return reply.unity_input if reply.unity_input.HasField("rl_initialization_input") else reply.unity_input.rl_input
+        answer = reply.unity_input
+        return answer if answer.HasField("rl_initialization_input") else answer.rl_input
 
 
 def sensor_head(name, size):
-    """What stands before a sensor's floats in a serialized agent: an array's bytes are the rest. Protobuf takes fields in any order."""
+    """What stands before a sensor's floats in a serialized agent: an array's bytes are the rest. Protobuf takes fields
+    in any order."""
     info = UnityMessageProto().unity_output.rl_output.agentInfos[""].value.add()
     sensor = info.observations.add()
     sensor.float_data.data.extend([0] * size)
@@ -213,7 +228,8 @@ def image_head(name, shape):
 
 
 def serialized(heads, observations):
-    """What the agents see, one string of bytes each. Images are PNGs of any length, arrays of floats are their bytes."""
+    """What the agents see, one string of bytes each. Images are PNGs of any length, arrays of floats are their
+    bytes."""
     if all(isinstance(head, np.ndarray) for head in heads):
         floats = [observation.astype("<f4").view(np.uint8) for observation in observations]
         parts = [np.broadcast_to(head, (len(floats[0]), len(head))) for head in heads]
@@ -272,7 +288,8 @@ def play_at_random(args):
 
     def at_random(outbox):
         asking = sum(len(who) for who, *_, done, _ in outbox if not done)
-        return rng.uniform(-1, 1, (asking, scene.continuous)), rng.integers(0, np.array(scene.branches, int), (asking, len(scene.branches)))
+        continuous = rng.uniform(-1, 1, (asking, scene.continuous))
+        return continuous, rng.integers(0, np.array(scene.branches, int), (asking, len(scene.branches)))
 
     academy = Academy(scene, scene.num_agents, at_random)
     with Film(args, scene) as film:
@@ -283,12 +300,14 @@ def play_at_random(args):
 
 
 class Film:
-    """A video of a scene, in the scene's time. A scene that draws itself is shown step by step: what moves by whole cells is too fast for the eye."""
+    """A video of a scene, in the scene's time. A scene that draws itself is shown step by step: what moves by whole
+    cells is too fast for the eye."""
 
     def __init__(self, args, scene):
         import imageio
 
-        self.scene, self.size, self.steps, self.every = scene, (args.height, args.width), 0, max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
+        self.scene, self.size, self.steps = scene, (args.height, args.width), 0
+        self.every = max(1, round(1 / args.fps / scene.dt))  # fixed steps per frame
         if not hasattr(scene, "film"):
             try:
                 import mujoco
@@ -299,7 +318,8 @@ class Film:
                 raise SystemExit(f"--render {NEEDS_GL} ({error})") from None
         else:
             self.every = 1
-        self.video = imageio.get_writer(args.render, fps=getattr(scene, "film_fps", 1 / (self.every * scene.dt)), macro_block_size=2)
+        fps = getattr(scene, "film_fps", 1 / (self.every * scene.dt))
+        self.video = imageio.get_writer(args.render, fps=fps, macro_block_size=2)
 
     def frame(self):
         if self.steps % self.every == 0:
@@ -322,13 +342,18 @@ class Film:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="player.py", description="A bundled scene as a player that speaks ML-Agents' protocol.", allow_abbrev=False)
+    what = "A bundled scene as a player that speaks ML-Agents' protocol."
+    parser = argparse.ArgumentParser(prog="player.py", description=what, allow_abbrev=False)
     parser.add_argument("--scene", required=True, choices=SCENES, help="what to play")
     parser.add_argument("--agents", type=int, help="how many agents (Unity's scenes have 12 in 3DBall, 10 in Crawler)")
-    parser.add_argument("--decision-period", type=int, help="fixed steps between two decisions of an agent (Unity's scenes: 5)")
-    parser.add_argument("--max-step", type=int, help="fixed steps after which an episode is interrupted (Unity's scenes: 5000; 0: never)")
-    parser.add_argument("--render", metavar="FILE.mp4", help="film what the client's agents do; without a client, the scene under random actions")
-    parser.add_argument("--seconds", type=float, default=10, help="length of a film without a client, in the scene's time")
+    what = "fixed steps between two decisions of an agent (Unity's scenes: 5)"
+    parser.add_argument("--decision-period", type=int, help=what)
+    what = "fixed steps after which an episode is interrupted (Unity's scenes: 5000; 0: never)"
+    parser.add_argument("--max-step", type=int, help=what)
+    what = "film what the client's agents do; without a client, the scene under random actions"
+    parser.add_argument("--render", metavar="FILE.mp4", help=what)
+    what = "length of a film without a client, in the scene's time"
+    parser.add_argument("--seconds", type=float, default=10, help=what)
     parser.add_argument("--fps", type=float, default=25, help="frames per second of the film")
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--height", type=int, default=480)
@@ -350,7 +375,8 @@ def main():
     elif args.render:
         play_at_random(args)
     else:
-        parser.error("no client to play for: a client launches this with --mlagents-port; alone it can --render FILE.mp4")
+        alone = "alone it can --render FILE.mp4"
+        parser.error(f"no client to play for: a client launches this with --mlagents-port; {alone}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Arms that reach: 2 or 3 joints in a plane, 6 in space, and 2 that follow a target over a plane. Small tasks to find out which is wrong, algorithm or env.
+"""Arms that reach: 2 or 3 joints in a plane, 6 in space, and 2 that follow a target over a plane. Small tasks to find
+out which is wrong, algorithm or env.
 
     env = gymnasium.make("envs:Reacher3Dof-v0", render_mode="rgb_array")
 
-Observation: sin and cos of the joint angles, their velocities, the vector from fingertip to target; if the target moves, its velocity. Action i is the
-torque of joint i, from -1 to 1. Reward: 50 for every metre that the fingertip comes nearer, which telescopes to the difference of the potential
--50 * distance; minus 0.1 * the mean squared action; plus 1 while within 2 cm. Episodes are truncated after 100 steps and never terminate.
-info["is_success"]: the fingertip is within 2 cm of the target now. An episode is a success if it is so at its last step.
+Observation: sin and cos of the joint angles, their velocities, the vector from fingertip to target; if the target
+moves, its velocity. Action i is the torque of joint i, from -1 to 1. Reward: 50 for every metre that the fingertip
+comes nearer, which telescopes to the difference of the potential -50 * distance; minus 0.1 * the mean squared action;
+plus 1 while within 2 cm. Episodes are truncated after 100 steps and never terminate. info["is_success"]: the fingertip
+is within 2 cm of the target now. An episode is a success if it is so at its last step.
 
-The planar arms have no gravity, the 6-joint arm has. Links touch nothing, joints have no limits: there are no constraints to solve, and nothing can
-explode. All chance is in reset and in np_random. Drawing reads the state and writes nothing.
+The planar arms have no gravity, the 6-joint arm has. Links touch nothing, joints have no limits: there are no
+constraints to solve, and nothing can explode. All chance is in reset and in np_random. Drawing reads the state and
+writes nothing.
 """
 
 import math
@@ -25,7 +28,8 @@ SUBSTEPS, TIMESTEP = 4, 0.01
 ARMS = {  # joints: axis and length of each link, which lies along x at zero angles
     2: [("0 0 1", 0.12), ("0 0 1", 0.12)],
     3: [("0 0 1", 0.1), ("0 0 1", 0.08), ("0 0 1", 0.06)],
-    6: [("1 0 0", 0.06), ("0 1 0", 0.1), ("0 1 0", 0.04), ("1 0 0", 0.05), ("0 1 0", 0.03), ("0 0 1", 0.03)],  # x points up: yaw, shoulder, elbow, roll, wrist
+    # x points up: yaw, shoulder, elbow, roll, wrist
+    6: [("1 0 0", 0.06), ("0 1 0", 0.1), ("0 1 0", 0.04), ("1 0 0", 0.05), ("0 1 0", 0.03), ("0 0 1", 0.03)],
 }
 REST = {2: (0, 1.5), 3: (-0.5, 1, 1), 6: (0, 0.6, 1, 0, 0.6, 0)}  # episodes start near it, bent
 HEIGHT = {2: 0.02, 3: 0.02, 6: 0.2}  # of the base: the floor is out of reach
@@ -39,18 +43,23 @@ def mjcf(joints, plane, width, height):
     links = ARMS[joints]
     arm = f'<site name="fingertip" pos="{links[-1][1]} 0 0" size="0.014" rgba="0.1 0.75 0.3 1"/>'
     for i, (axis, length) in reversed(list(enumerate(links))):  # the innermost first
-        geom = f'<geom type="capsule" size="0.011" fromto="0 0 0 {length} 0 0" rgba="{("0.16 0.36 0.62 1", "0.35 0.62 0.85 1")[i % 2]}"/>'
-        arm = f'<body pos="{links[i - 1][1] if i else 0} 0 0"><joint name="joint{i}" axis="{axis}"/>{geom}\n{arm}</body>'
+        color, before = ("0.16 0.36 0.62 1", "0.35 0.62 0.85 1")[i % 2], links[i - 1][1] if i else 0
+        geom = f'<geom type="capsule" size="0.011" fromto="0 0 0 {length} 0 0" rgba="{color}"/>'
+        arm = f'<body pos="{before} 0 0"><joint name="joint{i}" axis="{axis}"/>{geom}\n{arm}</body>'
     motors = "".join(f'<motor name="joint{i}" joint="joint{i}"/>' for i in range(joints))
     (x0, x1), (y0, y1) = PLANE
     middle, half = f"{(x0 + x1) / 2} {(y0 + y1) / 2} -0.01", f"{(x1 - x0) / 2 + RADIUS} {(y1 - y0) / 2 + RADIUS} 0.005"
     sheet = f'<geom type="box" pos="{middle}" size="{half}" rgba="0.95 0.85 0.6 1"/>' if plane else ""
-    base, up, floor, gravity = HEIGHT[joints], 'euler="0 -90 0"' if joints == 6 else "", 0 if joints == 6 else -0.02, -9.81 if joints == 6 else 0
+    base = HEIGHT[joints]
+    up, floor, gravity = ('euler="0 -90 0"', 0, -9.81) if joints == 6 else ("", -0.02, 0)
     above, aside = 'pos="0 0 1" fovy="30"', 'pos="0.58 -0.84 0.58" xyaxes="0.8 0.55 0 -0.19 0.28 0.94" fovy="31"'
-    ball, disc = f'<geom size="{RADIUS}" rgba="0.95 0.1 0.05 0.5"/>', f'<geom type="cylinder" pos="0 0 -0.015" size="{RADIUS} 0.002" rgba="0.9 0.15 0.1 1"/>'
+    ball = f'<geom size="{RADIUS}" rgba="0.95 0.1 0.05 0.5"/>'
+    disc = f'<geom type="cylinder" pos="0 0 -0.015" size="{RADIUS} 0.002" rgba="0.9 0.15 0.1 1"/>'
     return f"""<mujoco>
-      <option timestep="{TIMESTEP}" gravity="0 0 {gravity}" integrator="implicitfast"><flag constraint="disable" contact="disable"/></option>
-      <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.3 0.3 0.3" specular="0 0 0"/><global offwidth="{width}" offheight="{height}"/></visual>
+      <option timestep="{TIMESTEP}" gravity="0 0 {gravity}" integrator="implicitfast">
+        <flag constraint="disable" contact="disable"/></option>
+      <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.3 0.3 0.3" specular="0 0 0"/>
+        <global offwidth="{width}" offheight="{height}"/></visual>
       <asset><texture type="skybox" builtin="flat" rgb1="0.75 0.78 0.8" width="8" height="48"/></asset>
       <default><joint damping="0.3" armature="0.01"/><motor gear="0.9" ctrlrange="-1 1"/></default>
       <worldbody>
@@ -74,9 +83,11 @@ class Reacher(gym.Env):
         self.model = mujoco.MjModel.from_xml_string(mjcf(joints, plane, width, height))
         self.data = mujoco.MjData(self.model)
         self.joints, self.plane, self.axes = joints, plane, 3 if joints == 6 else 2
-        self.tip, self.target, self.qpos, self.qvel = self.data.site("fingertip").xpos, self.data.mocap_pos[0], self.data.qpos, self.data.qvel
+        self.tip, self.target = self.data.site("fingertip").xpos, self.data.mocap_pos[0]
+        self.qpos, self.qvel = self.data.qpos, self.data.qvel
         self.state = np.zeros(3 * joints + self.axes + 2 * plane)
-        self.sin, self.cos, self.speed, self.vector, self.velocity = np.split(self.state, np.cumsum([joints, joints, joints, self.axes]))
+        cuts = np.cumsum([joints, joints, joints, self.axes])
+        self.sin, self.cos, self.speed, self.vector, self.velocity = np.split(self.state, cuts)
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, self.state.shape, np.float32)
         self.action_space = gym.spaces.Box(-1, 1, (joints,), np.float32)
 
@@ -115,10 +126,12 @@ class Reacher(gym.Env):
         mujoco.mj_step(self.model, self.data, SUBSTEPS)
         if self.plane:
             self.move()
-        mujoco.mj_kinematics(self.model, self.data)  # where the fingertip is now: mj_step leaves where it was before its last substep
+        # Where the fingertip is now: mj_step leaves where it was before its last substep.
+        mujoco.mj_kinematics(self.model, self.data)
         before, obs = self.distance, self.observe()
         close = self.distance < RADIUS
-        self.reward = PROGRESS * (before - self.distance) - CONTROL / self.joints * float(action.dot(action)) + BONUS * close
+        effort = CONTROL / self.joints * float(action.dot(action))
+        self.reward = PROGRESS * (before - self.distance) - effort + BONUS * close
         self.steps += 1
         return obs, self.reward, False, False, {"is_success": close, "distance": self.distance}
 
@@ -134,7 +147,8 @@ class Reacher(gym.Env):
     def render(self):
         if self.viewer is None:
             choose_gl()
-            from gymnasium.envs.mujoco.mujoco_rendering import OffScreenViewer  # unlike MuJoCo's own it chooses OpenGL's backend now, not when imported
+            # Unlike MuJoCo's own it chooses OpenGL's backend now, not when imported.
+            from gymnasium.envs.mujoco.mujoco_rendering import OffScreenViewer
 
             self.viewer = OffScreenViewer(self.model, self.data, self.width, self.height)
         self.viewer.make_context_current()  # another env may have drawn since

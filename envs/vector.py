@@ -1,36 +1,56 @@
 """Any env of the scripts' --env-id as a vector env: a bundled scene, a Unity build, or a gymnasium id.
 
-    envs, how = make_vec_env("HalfCheetah-v5", num_envs=8, seed=1)
+    envs, how = make_envs(args, seed)       args: the scripts'; how: in words, how they are stepped
 
-They all have num_envs, single_observation_space, single_action_space, reset, step and close, start again by themselves, and give
-infos["final_obs"] by slot, and infos["is_success"] where the env tells. infos["ready"], where there is one, says which slots ask for an action: see
-unity_vec_env.py.
+They all have num_envs, single_observation_space, single_action_space, reset, step and close, start again by themselves,
+and say in infos
+
+    "ready", "closed"               which slots ask for an action now; whose last action has its reward now
+    "final_obs", "is_success"       by slot, when an episode ends; the latter where the env tells
+    "restarted", "stats"            Unity's: whose open decisions will never be closed; what the game counts
+
+Observations and actions are vectors: what an env nests is flattened.
 """
 
 import difflib
 import importlib
+import math
 import os
-from contextlib import closing
 
 import gymnasium as gym
 import imageio
 import numpy as np
 
-from envs import NEEDS_GL, SCENES, cheap, choose_gl
+from envs import NEEDS_GL, SCENES, EngineError, cheap, choose_gl
 from unity_vec_env import UnityVecEnv
 
 FILM_STEPS = 450  # decisions: half a minute of Crawler
 LONGEST = 100_000  # steps of an episode that are kept to be played again
+UNITY = ("behavior", "num_players", "max_agents", "base_port", "time_scale", "player_args", "max_restarts")
 
 
-def make_vec_env(env_id, num_envs, seed, unity_path=None, **unity):
-    """The envs, and how they are stepped, in words. `unity` are UnityVecEnv's arguments."""
-    if unity_path or env_id in SCENES:
-        envs = UnityVecEnv(unity_path or env_id, seed=seed, **unity)
-        return envs, f"{len(envs.players)} Unity player(s), {envs.num_envs} agents"
-    if is_envpools(env_id) and num_envs > 1:
-        return EnvPoolEnvs(env_id, num_envs, seed), f"EnvPool, {num_envs} envs"
-    return SyncEnvs([make_env(env_id) for _ in range(num_envs)]), f"{num_envs} gymnasium env(s), one after another"
+def make_envs(args, seed, film=None):
+    """film: one env or player, and its video is written there."""
+    if args.unity_path or args.env_id in SCENES:
+        return make_unity_envs(args, seed, film)
+    if film:
+        return FilmedEnvs(
+            make_env(args.env_id, render_mode="rgb_array", **args.env_kwargs), film
+        ), "one gymnasium env, filmed"
+    if args.num_envs > 1 and not args.env_kwargs and is_envpools(args.env_id):  # its options are not gymnasium's
+        return EnvPoolEnvs(args.env_id, args.num_envs, seed), f"EnvPool, {args.num_envs} envs"
+    how = f"{args.num_envs} gymnasium env(s), one after another"
+    return SyncEnvs([make_env(args.env_id, **args.env_kwargs) for _ in range(args.num_envs)]), how
+
+
+def make_unity_envs(args, seed, film=None, **more):
+    """more: UnityVecEnv's arguments that the scripts have no option for."""
+    settings = {key: getattr(args, key) for key in UNITY} | {"parameters": args.env_parameters} | more
+    if film:
+        player_args = (*args.player_args, "--render", str(film))
+        settings |= {"num_players": 1, "max_restarts": 0, "base_port": None, "player_args": player_args}
+    envs = UnityVecEnv(args.unity_path or args.env_id, seed=seed, **settings)
+    return envs, f"{len(envs.players)} Unity player(s), {envs.num_envs} agents"
 
 
 def find(env_id):
@@ -41,43 +61,80 @@ def find(env_id):
         return gym.spec(name)
     except ImportError as error:
         raise ValueError(f"--env-id {env_id}: {error}") from None
-    except gym.error.Error as error:
+    except (gym.error.Error, ValueError) as error:
         near = difflib.get_close_matches(name, [*gym.registry, *SCENES], 3)
-        raise ValueError(f"--env-id {env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))) from None
+        raise ValueError(
+            f"--env-id {env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))
+        ) from None
 
 
 def is_envpools(env_id):
     return str(find(env_id).entry_point).startswith("gymnasium.envs.mujoco")
 
 
+def is_image(space):
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)
+
+
 def make_env(env_id, **kwargs):
-    """One gymnasium env; Dict and nested vector observations are flattened."""
-    env = gym.make(find(env_id), disable_env_checker=True, **kwargs)
-    return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+    """One gymnasium env."""
+    spec = find(env_id)
+    try:
+        env = gym.make(spec, disable_env_checker=True, **kwargs)
+    except Exception as error:
+        given = f" with {kwargs}" if kwargs else ""
+        raise ValueError(f"--env-id {env_id}{given} can't be made: {' '.join(str(error).split())}") from None
+    if is_image(env.observation_space):
+        raise ValueError(f"{env_id} has images {env.observation_space}: ppo_pixel.py takes them")
+    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    space = env.action_space
+    if isinstance(space, gym.spaces.Box) and len(space.shape) != 1:
+        flat = gym.spaces.Box(space.low.ravel(), space.high.ravel(), dtype=space.dtype)
+        env = gym.wrappers.TransformAction(env, lambda action: action.reshape(space.shape), flat)
+    return env
+
+
+def check_finite(rewards, obs):
+    """What is not a number would poison the statistics, and then the weights."""
+    if np.isfinite(obs).all() and np.isfinite(rewards).all():
+        return
+    for what, array in (("reward", rewards), ("observation", obs)):
+        for i, row in enumerate(array.reshape(len(array), -1)):
+            if not np.isfinite(row).all():
+                k = np.flatnonzero(~np.isfinite(row))[0]
+                which = f" {k}" if what == "observation" else ""
+                raise EngineError(f"env {i}: {what}{which} is {row[k]}: clip it in the env, or end the episode before")
 
 
 class SyncEnvs:
-    """gymnasium envs, one after another. Around a small env gymnasium's own SyncVectorEnv takes as long as the env itself."""
+    """gymnasium envs, one after another. Around a small env gymnasium's own SyncVectorEnv takes as long as the env
+    itself."""
 
     def __init__(self, envs):
         self.envs, self.num_envs = envs, len(envs)
         self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
+        self.everybody, self.nobody = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        self.zeros = np.zeros(self.num_envs * gym.spaces.flatdim(self.single_observation_space), np.float32)
 
     def reset(self, seed):
         self.episodes = [({"seed": seed + i}, []) for i in range(self.num_envs)]  # how it began, and the actions since
-        return self._gather([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]), {}
+        obs = self._gather([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)])
+        return obs, {"ready": self.everybody, "closed": self.nobody}
 
     def state(self):
-        """What brings the envs back to where they are, in plain numbers: how their episodes began, and all actions since. None if one is too long."""
+        """What brings the envs back to where they are: how their episodes began, and all actions since. None if one is
+        too long."""
         if any(len(actions) >= LONGEST for _, actions in self.episodes):
             return None
-        return [(begin, [action.tolist() for action in actions]) for begin, actions in self.episodes]
+        return [(begin, list(actions)) for begin, actions in self.episodes]
 
     def restore(self, state):
-        """Play the episodes again up to where they were. An env whose chance is all in its np_random comes back exactly."""
+        """Play the episodes again up to where they were. An env whose chance is all in its np_random comes back
+        exactly."""
         self.episodes, last = [], []
         for env, (begin, actions) in zip(self.envs, state, strict=True):
-            actions = [np.array(action, env.action_space.dtype) for action in actions]
+            actions = list(np.asarray(actions, env.action_space.dtype))
             env.reset(seed=begin.get("seed", 0))
             if "random" in begin:
                 env.unwrapped.np_random.bit_generator.state = begin["random"]
@@ -86,13 +143,13 @@ class SyncEnvs:
                 obs, *_ = env.step(action)
             self.episodes.append((begin, actions))
             last.append(obs)
-        return self._gather(last)
+        return self._gather(last), {"ready": self.everybody, "closed": self.nobody}
 
     def _gather(self, observations):
-        return np.stack(observations)
+        return np.stack(observations).astype(np.float32)
 
     def step(self, actions):
-        n, infos = self.num_envs, {}
+        n, infos = self.num_envs, {"ready": self.everybody, "closed": self.everybody}
         obs, rewards = np.empty((n, *self.single_observation_space.shape), np.float32), np.empty(n)
         terminated, truncated = np.empty(n, bool), np.empty(n, bool)
         for i, env in enumerate(self.envs):
@@ -106,6 +163,10 @@ class SyncEnvs:
             elif len(self.episodes[i][1]) < LONGEST:
                 self.episodes[i][1].append(actions[i].copy())
             obs[i], terminated[i], truncated[i] = observation, term, trunc
+        if np.vdot(obs, self.zeros) != 0 or not all(map(math.isfinite, rewards.tolist())):  # the fastest way to ask
+            check_finite(rewards, obs)
+        if "final_obs" in infos:
+            check_finite(rewards, np.stack([infos["final_obs"].get(i, row) for i, row in enumerate(obs)]))
         return obs, rewards, terminated, truncated, infos
 
     def close(self):
@@ -113,17 +174,57 @@ class SyncEnvs:
             env.close()
 
 
+class FilmedEnvs(SyncEnvs):
+    """One env, and a video of it."""
+
+    def __init__(self, env, path):
+        choose_gl()
+        super().__init__([env])
+        if hasattr(env.unwrapped, "model"):
+            cheap(env.unwrapped.model)
+        self.video = imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=1)
+
+    def _frame(self):
+        try:
+            self.video.append_data(self.envs[0].render())
+        except Exception as error:
+            raise ValueError(f"filming {NEEDS_GL} ({error})") from None
+
+    def reset(self, seed):
+        out = super().reset(seed)
+        self._frame()
+        return out
+
+    def step(self, actions):
+        out = super().step(actions)
+        if "final_obs" not in out[-1]:  # then the next episode's first state is there already
+            self._frame()
+        return out
+
+    def close(self):
+        self.video.close()
+        super().close()
+
+
 class EnvPoolEnvs:
-    """EnvPool's C++ envs. After an end they take one step to reset: that row is not ready, and its observation is the final one."""
+    """EnvPool's C++ envs. After an end they take one step to reset: that row is not ready, its next one closes nothing,
+    and its observation is the final one."""
 
     def __init__(self, env_id, num_envs, seed):
         import envpool
 
-        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=min(num_envs, os.cpu_count()), seed=seed)
-        self.num_envs, self.single_observation_space, self.single_action_space = num_envs, self.pool.observation_space, self.pool.action_space
+        self.pool = envpool.make_gymnasium(
+            env_id, num_envs=num_envs, num_threads=min(num_envs, os.cpu_count()), seed=seed
+        )
+        self.num_envs, self.single_observation_space, self.single_action_space = (
+            num_envs,
+            self.pool.observation_space,
+            self.pool.action_space,
+        )
 
     def reset(self, seed):
-        return self.pool.reset()[0], {}
+        self.ready = np.ones(self.num_envs, bool)
+        return self.pool.reset()[0].astype(np.float32), {"ready": self.ready, "closed": ~self.ready}
 
     def step(self, actions):
         self.step_async(actions)
@@ -134,35 +235,13 @@ class EnvPoolEnvs:
 
     def step_wait(self):
         obs, rewards, terminated, truncated, _ = self.pool.recv()
-        done = terminated | truncated
-        return obs, rewards, terminated, truncated, {"ready": ~done, "final_obs": obs} if done.any() else {}
+        obs, done = obs.astype(np.float32), terminated | truncated
+        check_finite(rewards, obs)
+        closed, self.ready = self.ready, ~done
+        infos = {"ready": self.ready, "closed": closed}
+        if done.any():
+            infos["final_obs"] = obs
+        return obs, rewards, terminated, truncated, infos
 
     def close(self):
         self.pool.close()
-
-
-def film(path, policy, env_id, seed, unity):
-    """Write a video of a policy, in an env of its own: an episode of a gymnasium env, or half a minute of a bundled scene."""
-    if env_id in SCENES:
-        unity = unity | {"num_players": 1, "max_restarts": 0, "base_port": None, "player_args": (*unity["player_args"], "--render", str(path))}
-        with closing(UnityVecEnv(env_id, seed=seed, **unity)) as envs:
-            actions = np.zeros(envs.action_space.shape, np.float32)
-            obs, infos = envs.reset()
-            for _ in range(FILM_STEPS):
-                actions[infos["ready"]] = np.clip(policy(obs[infos["ready"]]), -1, 1)
-                obs, *_, infos = envs.step(actions)
-        return
-    choose_gl()
-    env = make_env(env_id, render_mode="rgb_array")
-    with closing(env), imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=1) as video:
-        if hasattr(env.unwrapped, "model"):
-            cheap(env.unwrapped.model)
-        obs, done = env.reset(seed=seed)[0], False
-        while not done:
-            try:
-                video.append_data(env.render())
-            except Exception as error:
-                raise ValueError(f"filming {NEEDS_GL} ({error})") from None
-            action = policy(np.asarray(obs, np.float32).reshape(1, -1)).reshape(env.action_space.shape)
-            obs, _, terminated, truncated, _ = env.step(np.clip(action, env.action_space.low, env.action_space.high))
-            done = terminated or truncated

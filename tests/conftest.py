@@ -1,4 +1,5 @@
-"""What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's run, and SB3's beside it."""
+"""What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's
+run, and SB3's beside it."""
 
 import os
 import shutil
@@ -6,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from ctypes.util import find_library
@@ -17,15 +19,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()  # where this machine's secret is, for the tests
 sys.path.insert(0, str(ROOT))
 
-from unity_vec_env import UnityVecEnv  # noqa: E402
+import runs  # noqa: E402
 from unity_player import UnityMessageProto, Wire  # noqa: E402
+from unity_vec_env import UnityVecEnv  # noqa: E402
 
 there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
 needs_gl = pytest.mark.skipif(not there, reason="no OpenGL here, on Debian and Ubuntu: apt-get install libegl1 libgl1")
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))), reason="no C++ compiler here, on Debian and Ubuntu: apt-get install g++")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))),
+    reason="no C++ compiler here, on Debian and Ubuntu: apt-get install g++",
+)
 
 
 def free_port():
@@ -35,8 +42,10 @@ def free_port():
 
 def agent(number, obs, reward=0.0, done=False, interrupted=False, mask=(), group_reward=0.0, name="Body"):
     """An AgentInfoProto as keyword arguments. `obs` is a list of arrays, one per sensor."""
-    sensors = [dict(shape=np.shape(o), float_data=dict(data=np.ravel(o).tolist()), name=f"{name}{i}") for i, o in enumerate(obs)]
-    return dict(id=number, reward=reward, done=done, max_step_reached=interrupted, observations=sensors, action_mask=mask, group_reward=group_reward)
+    data = [dict(data=np.ravel(o).tolist()) for o in obs]
+    sensors = [dict(shape=np.shape(o), float_data=data[i], name=f"{name}{i}") for i, o in enumerate(obs)]
+    info = dict(id=number, reward=reward, done=done, max_step_reached=interrupted, group_reward=group_reward)
+    return dict(**info, observations=sensors, action_mask=mask)
 
 
 class ScriptedPlayer:
@@ -45,9 +54,10 @@ class ScriptedPlayer:
     `replies` holds, for each message, the answer's rl_input. After the script it quits.
     """
 
-    def __init__(self, script, specs=None, version="1.5.0", side_channel=b""):
-        self.script, self.specs, self.version, self.side_channel = script, specs or {"Scripted?team=0": (2, ())}, version, side_channel
-        self.port, self.replies, self.peers = free_port(), [], []
+    def __init__(self, script, specs=None, version="1.5.0", side_channel=b"", port=None):
+        self.script, self.specs = script, specs or {"Scripted?team=0": (2, ())}
+        self.version, self.side_channel = version, side_channel
+        self.port, self.replies, self.peers = port or free_port(), [], []
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -73,7 +83,8 @@ class ScriptedPlayer:
                         sent.add(name)
                         continuous, branches = self.specs[name]
                         brain = message.unity_output.rl_initialization_output.brain_parameters.add(brain_name=name)
-                        brain.action_spec.num_continuous_actions, brain.action_spec.num_discrete_actions = continuous, len(branches)
+                        brain.action_spec.num_continuous_actions = continuous
+                        brain.action_spec.num_discrete_actions = len(branches)
                         brain.action_spec.discrete_branch_sizes.extend(branches)
                     for info in agents:
                         message.unity_output.rl_output.agentInfos[name].value.add(**info)
@@ -115,6 +126,15 @@ def scripted():
 # Runs of a script
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """A script's end ignores them."""
+    before = {number: signal.getsignal(number) for number in runs.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -137,7 +157,8 @@ def call(script, monkeypatch, *line):
 
 def run_script(script, line, folder):
     """As a user would, in a process of its own."""
-    command, environment = [sys.executable, script.__file__, *line.split()], {"PATH": "", "PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, script.__file__, *line.split()]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT / "tests"), "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"]}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
 
 
@@ -165,11 +186,13 @@ def curve(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag}
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def watch(script, monkeypatch, crash_at=None):
-    """A list that fills with what the script's Unity players are asked and answer; before one of its steps the first player is killed."""
+    """A list that fills with what the script's Unity players are asked and answer; before one of its steps the first
+    player is killed."""
     make_envs, record = script.make_envs, []
 
     def watched(*args):
@@ -198,7 +221,8 @@ def watch(script, monkeypatch, crash_at=None):
 
 
 def trajectories(record):
-    """What each agent saw, did and got, from a watched run: a list for each episode of (obs, action, reward, next obs, terminated).
+    """What each agent saw, did and got, from a watched run: a list for each episode of (obs, action, reward, next obs,
+    terminated).
 
     What is open at the end is not in them. An episode that a crash cut has what was closed before.
     """
@@ -212,7 +236,8 @@ def trajectories(record):
             ended = terminated[slot] or truncated[slot]
             if ended or following["ready"][slot]:
                 next_obs = following["final_obs"][slot] if ended else after[slot]
-                running.setdefault(slot, []).append((*pending.pop(slot), reward[slot], next_obs, bool(terminated[slot])))
+                transition = (*pending.pop(slot), reward[slot], next_obs, bool(terminated[slot]))
+                running.setdefault(slot, []).append(transition)
                 if ended:
                     done.append(running.pop(slot))
         obs, infos = after, following
@@ -230,22 +255,24 @@ def assert_compiled_is_the_same(spy, **settings):
 def spy_on(script, monkeypatch, tmp_path, small):
     """Runs a PPO script in an empty folder, and sees what goes into the advantage and into the update."""
     monkeypatch.chdir(tmp_path)
-    seen = SimpleNamespace(gae=[], batches=[], ratios=[], minibatches=[], agent=None)
-    gae, make_update, build = script.gae, script.make_update, script.Agent
+    seen = SimpleNamespace(gae=[], batches=[], ratios=[], agent=None)
+    gae, compiled, build = script.gae, runs.Run.compiled, script.Agent
 
     def spied_gae(*args):
         seen.gae.append((*args, gae(*args)))
         return seen.gae[-1][-1]
 
-    def spied_make_update(agent, args):
-        update = make_update(agent, args)
+    def spied_compiled(run, update, updates):
+        step, last = compiled(run, update, updates), []
 
         def spied(*inputs):
-            if not seen.batches or seen.batches[-1][-1] is not inputs[-1]:
-                seen.batches.append(inputs[5:])
-                seen.ratios.append(float(update(*inputs)[-1][-1]))
-            seen.minibatches.append(inputs[4:6])
-            return update(*inputs)
+            batch = inputs[6]
+            if last[-1:] != [id(batch)]:  # an iteration's first update
+                last.append(id(batch))
+                with torch.no_grad():
+                    seen.ratios.append((seen.agent(batch.obs, batch.actions)[0] - batch.logprobs).exp())
+                seen.batches.append(batch._replace(obs=seen.agent.obs_rms(batch.obs)))
+            return step(*inputs)
 
         return spied
 
@@ -254,7 +281,7 @@ def spy_on(script, monkeypatch, tmp_path, small):
         return seen.agent
 
     monkeypatch.setattr(script, "gae", spied_gae)
-    monkeypatch.setattr(script, "make_update", spied_make_update)
+    monkeypatch.setattr(runs.Run, "compiled", spied_compiled)
     monkeypatch.setattr(script, "Agent", remembered)
 
     def run(**kwargs):
@@ -307,9 +334,12 @@ def assert_parity(seen, ours, first, initial, final, num_envs, gamma, moved=1e-3
         np.testing.assert_allclose(value.squeeze(), first[key], atol=1e-5, rtol=1e-5, err_msg=key)
     rewards, values, next_values, goes_on = (np.array(x).reshape(num_envs, -1) for x in seen.gae[0][:4])
     rewards, next_values, ended = rewards[:, :-1], next_values[:, :-1], ~goes_on[:, :-1]  # without the open rows
-    ended[:, -1] = next_values[:, -1] != values[:, -1]  # if it goes on, its next row is open: SB3 keeps that value apart
-    np.testing.assert_allclose((rewards + ended * gamma * next_values).ravel(), first["rewards"], atol=1e-5, err_msg="rewards")
-    assert (ended & (next_values == 0)).sum() > 1 and (ended & (next_values != 0)).sum() > 1, "episodes ended in both ways"
+    # If it goes on, its next row is open: SB3 keeps that value apart.
+    ended[:, -1] = next_values[:, -1] != values[:, -1]
+    rewards = (rewards + ended * gamma * next_values).ravel()
+    np.testing.assert_allclose(rewards, first["rewards"], atol=1e-5, err_msg="rewards")
+    died, cut = ended & (next_values == 0), ended & (next_values != 0)
+    assert died.sum() > 1 and cut.sum() > 1, "episodes ended in both ways"
     learned = seen.agent.state_dict()
     for key, value in final.items():
         np.testing.assert_allclose(learned[key].numpy(), value.numpy(), atol=1e-4, err_msg=key)

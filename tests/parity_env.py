@@ -1,4 +1,5 @@
-"""Small deterministic tasks whose episodes end in both ways: registered as parity_env:Parity-v0 and, seen as images, parity_env:ParityPixels-v0."""
+"""Small deterministic tasks whose episodes end in both ways: registered as parity_env:Parity-v0 and, seen as images,
+parity_env:ParityPixels-v0."""
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +19,8 @@ class Parity(gym.Env):
     def step(self, action):
         assert self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
         a, b = np.asarray(action, float)
-        self.x = 0.9 * self.x + np.array([0.5 * a, 0.3 * b, 0.2 * a * b + 0.1]) + 0.05 * self.np_random.standard_normal(3)
+        push, noise = np.array([0.5 * a, 0.3 * b, 0.2 * a * b + 0.1]), self.np_random.standard_normal(3)
+        self.x = 0.9 * self.x + push + 0.05 * noise
         reward = float(1 + 3 * self.x[0] - self.x[1] ** 2)
         return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.9), False, {}
 
@@ -41,7 +43,10 @@ class Nested(Parity):
     """The same task seen as a Dict within a Dict."""
 
     observation_space = gym.spaces.Dict(
-        {"body": gym.spaces.Dict({"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)}), "z": gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)}
+        {
+            "body": gym.spaces.Dict({"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)}),
+            "z": gym.spaces.Box(-np.inf, np.inf, (1,), np.float32),
+        }
     )
 
     def _see(self, obs):
@@ -66,11 +71,26 @@ class Unbounded(Parity):
     action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
+class Square(gym.Env):
+    """Actions that are a matrix; the reward is the sum of its diagonal."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2, 2), np.float32)
+    action_space = gym.spaces.Box(-9, 9, (2, 2), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros((2, 2), np.float32), {}
+
+    def step(self, action):
+        return np.zeros((2, 2), np.float32), float(np.trace(action)), False, False, {}
+
+
 class ParityPixels(DummyPixels):
     """The dot's task, which also ends at the left edge."""
 
     def step(self, action):
-        assert self.actions != "continuous" or self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+        if self.actions == "continuous":
+            assert self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
         obs, reward, terminated, *rest = super().step(action)
         return obs, reward, terminated or self.x < 6, *rest
 
@@ -101,9 +121,11 @@ gym.register("Parity-v0", Parity, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
+gym.register("Square-v0", Square, max_episode_steps=7)
 gym.register("Unbounded-v0", Unbounded, max_episode_steps=7)
 for kind in ("", "Discrete", "MultiDiscrete"):
-    gym.register(f"ParityPixels{kind}-v0", ParityPixels, kwargs={"actions": kind.lower() or "continuous", "size": 36}, max_episode_steps=7)
+    kwargs = {"actions": kind.lower() or "continuous", "size": 36}
+    gym.register(f"ParityPixels{kind}-v0", ParityPixels, kwargs=kwargs, max_episode_steps=7)
 gym.register("ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7)
 gym.register("Counting-v0", Counting, kwargs={"size": 36})
 gym.register("Dies-v0", Dies, kwargs={"size": 36})

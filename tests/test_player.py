@@ -24,7 +24,8 @@ class Lives:
     behavior, sensors, continuous, branches = "Lives", [("Age", 1)], 1, ()
 
     def __init__(self, lives, period=5, offset=0, max_step=0, between=False):
-        self.lives, self.period, self.offset, self.max_step = np.array(lives), np.array(period), np.array(offset), np.array(max_step)
+        self.lives, self.max_step = np.array(lives), np.array(max_step)
+        self.period, self.offset = np.array(period), np.array(offset)
         self.between, self.age, self.executed, self.log = between, np.zeros(len(lives), int), [], []
         self.academy = Academy(self, len(lives), self.exchange)
 
@@ -48,9 +49,10 @@ class Lives:
 
     def exchange(self, outbox):
         rows = []
-        for who, ids, observations, rewards, done, interrupted in outbox:
+        for _, ids, observations, rewards, done, interrupted in outbox:
             kind = INTERRUPT if interrupted else END if done else ASK
-            rows += [(kind, agent, reward, age) for agent, reward, age in zip(ids.tolist(), rewards.tolist(), observations[0][:, 0].tolist(), strict=True)]
+            columns = ids.tolist(), rewards.tolist(), observations[0][:, 0].tolist()
+            rows += [(kind, *row) for row in zip(*columns, strict=True)]
         self.log.append((self.academy.total, rows))
         asking = sum(kind == ASK for kind, *_ in rows)
         return np.full((asking, 1), self.academy.total), np.zeros((asking, 0))
@@ -62,7 +64,8 @@ class Lives:
 
 
 def test_messages_go_out_when_unity_sends_them():
-    """A death leaves with the next fixed step, alone if nobody decides then; two deaths without a decision between are one terminal."""
+    """A death leaves with the next fixed step, alone if nobody decides then; two deaths without a decision between are
+    one terminal."""
     scene = Lives([7, 0, 2, 0], period=[5, 5, 5, 3], offset=[0, 0, 3, 0], max_step=[0, 10, 0, 0])
     assert scene.run(11) == {
         1: [(ASK, 0), (ASK, 1), (ASK, 3)],
@@ -81,11 +84,14 @@ def test_messages_go_out_when_unity_sends_them():
 def test_reward_is_the_sum_since_the_last_decision():
     scene = Lives([7])
     scene.run(16)
-    assert scene.log == [(1, [(ASK, 0, 0, 0)]), (6, [(ASK, 0, 5, 5)]), (8, [(END, 0, 2, 7)]), (11, [(ASK, 0, 3, 3)]), (15, [(END, 0, 4, 7)]), (16, [(ASK, 0, 1, 1)])]
+    first = [(1, [(ASK, 0, 0, 0)]), (6, [(ASK, 0, 5, 5)]), (8, [(END, 0, 2, 7)])]
+    second = [(11, [(ASK, 0, 3, 3)]), (15, [(END, 0, 4, 7)])]
+    assert scene.log == [*first, *second, (16, [(ASK, 0, 1, 1)])]
 
 
 def test_actions_between_decisions():
-    """Without: on decision steps alone. With: the last action at every step, and zero from an end to the next decision."""
+    """Without: on decision steps alone. With: the last action at every step, and zero from an end to the next
+    decision."""
     scene = Lives([7])
     scene.run(11)
     assert scene.executed == [(1, {0: 1}), (6, {0: 6}), (11, {0: 11})]
@@ -98,7 +104,8 @@ def test_reset_cuts_episodes_without_a_terminal():
     scene = Lives([0, 0], period=[5, 3])
     scene.run(4)
     scene.exchange, plain = None, scene.exchange
-    scene.academy.exchange = lambda outbox: scene.log.append((scene.academy.total, "reset"))  # and returns None: a reset
+    # It returns None: a reset.
+    scene.academy.exchange = lambda outbox: scene.log.append((scene.academy.total, "reset"))
     scene.academy.step(), scene.academy.step()
     scene.academy.exchange = plain
     scene.academy.step()
@@ -131,7 +138,8 @@ def action(agent, count, size, branches):
 
 def seen(parts):
     """Sensors in their order, images as they are."""
-    return b"".join(np.rint(part * 255).astype(np.uint8).tobytes() if part.ndim == 3 else part.tobytes() for part in parts)
+    plain = lambda part: np.rint(part * 255).astype(np.uint8) if part.ndim == 3 else part
+    return b"".join(plain(part).tobytes() for part in parts)
 
 
 def by_stock_client(scene, steps, monkeypatch):
@@ -140,7 +148,8 @@ def by_stock_client(scene, steps, monkeypatch):
     from mlagents_envs.environment import UnityEnvironment
 
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    env = UnityEnvironment(str(ROOT / "envs" / "player.py"), seed=5, no_graphics=True, additional_args=["--scene", scene], worker_id=os.getpid() % 5000)
+    settings = dict(seed=5, no_graphics=True, worker_id=os.getpid() % 5000)
+    env = UnityEnvironment(str(ROOT / "envs" / "player.py"), additional_args=["--scene", scene], **settings)
     out, pending, count = {}, {}, {}
     try:
         env.reset()
@@ -153,13 +162,17 @@ def by_stock_client(scene, steps, monkeypatch):
                     obs = seen(o[row] for o in steps_.obs)
                     if agent in pending:
                         interrupted = bool(ended and steps_.interrupted[row])
-                        out.setdefault(agent, []).append((*pending.pop(agent), float(steps_.reward[row]), obs, ended and not interrupted, interrupted))
+                        end, reward = (ended and not interrupted, interrupted), float(steps_.reward[row])
+                        out.setdefault(agent, []).append((*pending.pop(agent), reward, obs, *end))
                     if not ended:
                         count[agent] = count.get(agent, -1) + 1
-                        pending[agent] = (obs, action(agent, count[agent], spec.continuous_size, spec.discrete_branches).tobytes())
-            rows = [np.frombuffer(pending[agent][1], np.int32 if spec.discrete_size else np.float32) for agent in decisions.agent_id.tolist()]
+                        act = action(agent, count[agent], spec.continuous_size, spec.discrete_branches)
+                        pending[agent] = (obs, act.tobytes())
+            kind = np.int32 if spec.discrete_size else np.float32
+            rows = [np.frombuffer(pending[agent][1], kind) for agent in decisions.agent_id.tolist()]
             if rows:
-                env.set_actions(name, ActionTuple(discrete=np.stack(rows)) if spec.discrete_size else ActionTuple(np.stack(rows)))
+                actions = np.stack(rows)
+                env.set_actions(name, ActionTuple(discrete=actions) if spec.discrete_size else ActionTuple(actions))
             env.step()
     finally:
         env.close()
@@ -190,7 +203,8 @@ def by_vec_env(scene, steps):
                     ended = terminated[slot] or truncated[slot]
                     agent, before, act = pending.pop(slot)
                     after = of(infos["final_obs"][slot]) if ended else of(obs, slot)
-                    out.setdefault(agent, []).append((before, act, rewards[slot], after, bool(terminated[slot]), bool(truncated[slot])))
+                    end = bool(terminated[slot]), bool(truncated[slot])
+                    out.setdefault(agent, []).append((before, act, rewards[slot], after, *end))
     return out
 
 
@@ -231,7 +245,8 @@ player.main()
     path.chmod(0o755)
 
     def seconds(num_players):
-        with closing(UnityVecEnv(str(path), num_players=num_players, player_args=["--scene", "Mixed", "--agents", "1"])) as envs:
+        player_args = ["--scene", "Mixed", "--agents", "1"]
+        with closing(UnityVecEnv(str(path), num_players=num_players, player_args=player_args)) as envs:
             envs.reset()
             start = time.monotonic()
             for _ in range(10):
@@ -242,7 +257,8 @@ player.main()
 
 
 def test_number_of_agents_and_period_are_arguments():
-    with closing(UnityVecEnv("3DBall", player_args=["--agents", "3", "--decision-period", "1", "--max-step", "4"])) as envs:
+    player_args = ["--agents", "3", "--decision-period", "1", "--max-step", "4"]
+    with closing(UnityVecEnv("3DBall", player_args=player_args)) as envs:
         obs, _ = envs.reset()
         assert envs.num_envs == 3
         heights = [obs[0, 3]]
@@ -253,11 +269,13 @@ def test_number_of_agents_and_period_are_arguments():
 
 
 def test_help_teaches():
-    out = subprocess.run([sys.executable, "-m", "envs.player", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "envs.player", "--help"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in (*SCENES, "--agents", "--decision-period", "--render"):
         assert word in out
 
 
 def test_unknown_player_argument_is_refused():
-    out = subprocess.run([sys.executable, "envs/player.py", "--scene", "Mixed", "--agent", "3"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "envs/player.py", "--scene", "Mixed", "--agent", "3"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 2 and "--agent" in out.stderr

@@ -1,16 +1,29 @@
-"""ppo_continuous_multiagent.py: parity with the real SB3, advantages, truncation, rows of mixed periods, determinism, bad input."""
+"""ppo_continuous_multiagent.py: parity with the real SB3, advantages, truncation, rows of mixed periods, determinism,
+bad input."""
 
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import assert_compiled_is_the_same, assert_parity, assert_refused, learn_with_sb3, needs_compiler, spy_on, start_like_sb3, trajectories, watch
+from conftest import (
+    assert_compiled_is_the_same,
+    assert_parity,
+    assert_refused,
+    learn_with_sb3,
+    needs_compiler,
+    spy_on,
+    start_like_sb3,
+    trajectories,
+    watch,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fast
 import ppo_continuous_multiagent as ppo
 
 SMALL = dict(env_id="parity_env:Parity-v0", num_steps=64, num_minibatches=4, update_epochs=2, hidden_sizes=(8, 8))
@@ -58,17 +71,21 @@ def test_parity_with_sb3(spy, monkeypatch, num_envs, normalize):
     venv = make_vec_env("Parity-v0", num_envs, seed=3)
     if normalize:
         venv = VecNormalize(venv, training=False, gamma=0.97)
-    model = PPO("MlpPolicy", venv, n_steps=steps, batch_size=32, n_epochs=3, gamma=0.97, ent_coef=0.01, seed=3, device="cpu")
-    names = {"actor_logstd": "log_std", "actor_mean.0": "mlp_extractor.policy_net.0", "actor_mean.2": "mlp_extractor.policy_net.2"}
-    names |= {"actor_mean.4": "action_net", "critic.0": "mlp_extractor.value_net.0", "critic.2": "mlp_extractor.value_net.2", "critic.4": "value_net"}
+    settings = dict(n_steps=steps, batch_size=32, n_epochs=3, gamma=0.97, ent_coef=0.01)
+    model = PPO("MlpPolicy", venv, **settings, seed=3, device="cpu")
+    names = {"actor_logstd": "log_std", "actor_mean.4": "action_net", "critic.4": "value_net"}
+    for i in ("0", "2"):
+        names |= {f"actor_mean.{i}": f"mlp_extractor.policy_net.{i}", f"critic.{i}": f"mlp_extractor.value_net.{i}"}
     first, initial, final = learn_with_sb3(model, names, iterations, Freeze() if normalize else None)
     start_like_sb3(ppo, monkeypatch, initial)
     seen = spy(
-        num_envs=num_envs, num_steps=steps, num_minibatches=steps * num_envs // 32, update_epochs=3, total_timesteps=iterations * steps * num_envs,
-        hidden_sizes=(64, 64), gamma=0.97, ent_coef=0.01, vf_coef=1.0, anneal_lr=False, norm_obs=normalize, norm_reward=normalize, seed=3,
+        num_envs=num_envs, num_steps=steps, num_minibatches=steps * num_envs // 32, update_epochs=3,
+        total_timesteps=iterations * steps * num_envs, hidden_sizes=(64, 64), gamma=0.97, ent_coef=0.01, vf_coef=1.0,
+        anneal_lr=False, norm_obs=normalize, norm_reward=normalize, seed=3,
     )  # fmt: skip
     obs, actions, logprobs, advantages, returns, values = (x.numpy() for x in seen.batches[0])
-    ours = dict(observations=obs, actions=actions, log_probs=logprobs, values=values, advantages=advantages, returns=returns)
+    ours = dict(observations=obs, actions=actions, log_probs=logprobs)
+    ours |= dict(values=values, advantages=advantages, returns=returns)
     assert_parity(seen, ours, first, initial, final, num_envs, 0.97)
 
 
@@ -90,42 +107,64 @@ def test_advantage_is_zero_where_values_are_true():
     np.testing.assert_allclose(advantages, 0, atol=1e-12)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
-def test_rows_agent_by_agent(events):
-    """Agents are asked and answered in any order: an agent's k-th answer closes its k-th row, and its rows stand together, in time."""
+class Blank(torch.nn.Module):
+    """Values of 0, so that with a discount of 0 an advantage is its reward."""
+
+    def forward(self, obs, action):
+        return obs[:, 0], 0, torch.zeros(len(obs))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60), st.integers(0, 9))
+def test_rows_agent_by_agent(events, spare):
+    """Agents are asked and answered in any order: an agent's k-th answer closes its k-th row, and its rows stand
+    together, in time. A few closed rows more than are used, and the open ones, are the first of the next rollout."""
+    rollout, args = ppo.Rollout(100, 4, 1, 1), ppo.Args(gamma=0.0, norm_reward=False)
     asked, closing, waiting = [], [], set()
     for a, b in events:
         if a not in waiting:
+            rollout.open(np.array([a]), [[len(asked)]])
             asked.append(a)
             waiting.add(a)
         if b in waiting:
+            rollout.close(np.array([b]), np.full(4, len(closing)), np.zeros(4, bool), np.zeros(4, bool), {}, 0.9)
             closing.append(b)
             waiting.discard(b)
-    order, closed, closing_order = ppo.agent_by_agent(np.array(asked, int), np.array(closing, int), 4)
-    expected = [(k, [i for i, who in enumerate(asked) if who == k]) for k in range(4)]
-    assert order.tolist() == [row for _, rows in expected for row in rows]
-    assert closed.tolist() == [rank < closing.count(k) for k, rows in expected for rank in range(len(rows))]
-    assert closing_order.tolist() == [i for k in range(4) for i, who in enumerate(closing) if who == k] and closed.sum() == len(closing)
+    answers = {k: [i for i, who in enumerate(closing) if who == k] for k in range(4)}
+    rows = {k: [i for i, who in enumerate(asked) if who == k] for k in range(4)}
+    pairs = [pair for k in range(4) for pair in zip(rows[k], answers[k], strict=False)]
+    for part in (range(0, max(0, len(closing) - spare)), range(max(0, len(closing) - spare), len(closing))):
+        used = rollout.closed[: len(part)]
+        batch = ppo.make_batch(Blank(), rollout, used, 1.0, args)
+        made = zip(batch.obs[:, 0].tolist(), batch.advantages.tolist(), strict=True)
+        assert [*made] == [pair for pair in pairs if pair[1] in part]
+        rollout.forget(used.copy())
+    assert sorted(rollout.obs[: rollout.count, 0]) == sorted(i for k in range(4) for i in rows[k][len(answers[k]) :])
+    assert [rollout.obs[rollout.row[k], 0] for k in sorted(waiting)] == [rows[k][-1] for k in sorted(waiting)]
 
 
 def test_truncation_is_not_termination(spy):
-    """Reward 1 at every step and a time limit after each: the value is 1 / (1 - gamma) = 5. Were it a death, it would be 1."""
+    """Reward 1 at every step and a time limit after each: the value is 1 / (1 - gamma) = 5. Were it a death, it would
+    be 1."""
     seen = spy(
-        env_id="parity_env:OneStep-v0", gamma=0.8, num_steps=64, num_minibatches=1, update_epochs=20, total_timesteps=64 * 60, learning_rate=3e-3,
-        norm_obs=False, norm_reward=False, anneal_lr=False, max_grad_norm=1e9,
+        env_id="parity_env:OneStep-v0", gamma=0.8, num_steps=64, num_minibatches=1, update_epochs=20,
+        total_timesteps=64 * 60, learning_rate=3e-3, norm_obs=False, norm_reward=False, anneal_lr=False,
+        max_grad_norm=1e9,
     )  # fmt: skip
     assert seen.agent.critic(torch.ones(1, 1)).item() == pytest.approx(5, abs=0.3)
 
 
 @pytest.mark.parametrize("crashes", [False, True])
 def test_rows_of_mixed_periods_are_those_of_each_agent(spy, monkeypatch, crashes):
-    """Advantages of a scene whose agents decide, end, vanish and come back at their own pace, against each agent's own trajectory.
+    """Advantages of a scene whose agents decide, end, vanish and come back at their own pace, against each agent's own
+    trajectory.
 
-    When the player crashes, open decisions are dropped, and their observations end the trajectories as a time limit would.
+    When the player crashes, open decisions are dropped, and their observations end the trajectories as a time limit
+    would.
     """
     record = watch(ppo, monkeypatch, crash_at=60 if crashes else None)
-    seen = spy(env_id="Mixed", max_agents=12, num_steps=32, num_minibatches=4, total_timesteps=384, norm_obs=False, norm_reward=False, gamma=0.9, learning_rate=1e-12)
-    value = lambda obs: seen.agent.critic(torch.as_tensor(obs[None])).item()  # noqa: E731
+    settings = dict(num_steps=32, num_minibatches=4, norm_obs=False, norm_reward=False, gamma=0.9, learning_rate=1e-12)
+    seen = spy(env_id="Mixed", max_agents=12, total_timesteps=384, **settings)
+    value = lambda obs: seen.agent.critic(torch.as_tensor(obs[None])).item()
     expected = {}
     for trajectory in trajectories(record):
         advantage = 0.0
@@ -143,35 +182,41 @@ def test_rows_of_mixed_periods_are_those_of_each_agent(spy, monkeypatch, crashes
 # The update
 
 
+SPEC = {"obs_dim": 5, "action_dim": 3, "sensors": [5], "low": -1.0, "high": 1.0}
+
+
 @pytest.mark.parametrize("activation", ["tanh", "silu"])
 def test_policy_acts_as_the_network_does(activation):
-    """The policy that acts is written out in numpy; what learns is torch's."""
-    args = ppo.Args(**SMALL, activation=activation)
-    agent = ppo.Agent(5, 3, args)
+    """The policy that acts is derived in numpy; what learns is torch's."""
+    agent = ppo.Agent(SPEC, ppo.Args(**SMALL, activation=activation))
     agent.obs_rms.update(3 * torch.randn(100, 5) + 1)
     torch.nn.init.normal_(agent.actor_mean[-1].weight)
     torch.nn.init.normal_(agent.actor_logstd)
     obs = 10 * torch.randn(64, 5)
+    acting = fast.Acting(agent)
+    act = acting.checked(obs.numpy())
+    assert act is acting.fast
     torch.manual_seed(0)
-    actions = agent.policy()(obs.numpy())
+    actions, env_actions = act(obs.numpy())
     torch.manual_seed(0)
     with torch.no_grad():
-        expected = agent.actor_mean(agent.normalize(obs)) + agent.actor_logstd.exp() * torch.randn(64, 3)
+        expected = agent.actor_mean(agent.obs_rms(obs)) + agent.actor_logstd.exp() * torch.randn(64, 3)
     np.testing.assert_allclose(actions, expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(env_actions, expected.clamp(-1, 1).numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("env_id", ["parity_env:Parity-v0", "Mixed"])
 def test_first_ratio_of_every_update_is_one(spy, env_id):
     seen = spy(env_id=env_id, max_agents=12 if env_id == "Mixed" else None, total_timesteps=64 * 12 * 3)
     assert len(seen.ratios) >= 3
-    np.testing.assert_allclose(seen.ratios, 1, atol=1e-6)
+    np.testing.assert_allclose(torch.cat(seen.ratios), 1, atol=1e-5)
 
 
 def test_target_kl_stops_before_the_step(spy):
     """The first step finds a KL of 0 and is taken; the second one finds the first one's, and is not."""
     stopped = spy(target_kl=1e-9, total_timesteps=64, update_epochs=5).agent.state_dict()
-    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
-    assert torch.load(path, weights_only=True)["optimizer"][2] == 1
+    (path,) = Path("runs").glob("*/checkpoint.pt")
+    assert torch.load(path, weights_only=True)["kept"]["optimizer"]["step"] == 1
     assert torch.isfinite(stopped["actor_logstd"]).all()
 
 
@@ -196,16 +241,17 @@ def test_nested_observations_are_flattened(spy):
 
 def test_statistics_are_saved_with_the_agent(spy):
     seen = spy(total_timesteps=256)
-    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
+    (path,) = Path("runs").glob("*/checkpoint.pt")
     state = torch.load(path, weights_only=True)
-    assert torch.equal(state["agent"]["obs_rms.mean"], seen.agent.obs_rms.mean) and state["agent"]["obs_rms.count"] > 250
+    agent = state["kept"]["agent"]
+    assert torch.equal(agent["obs_rms.mean"], seen.agent.obs_rms.mean) and agent["obs_rms.count"] > 250
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(spy):
     with pytest.raises(FloatingPointError, match="iteration 1: a loss or gradient is not a number"):
-        spy(env_id="parity_env:BadReward-v0", total_timesteps=128)
-    (path,) = ppo.Path("runs").glob("*/checkpoint.pt")
-    assert all(torch.isfinite(v).all() for v in torch.load(path, weights_only=True)["agent"].values())
+        spy(learning_rate=1e29, total_timesteps=128)
+    (path,) = Path("runs").glob("*/checkpoint.pt")
+    assert all(torch.isfinite(v).all() for v in torch.load(path, weights_only=True)["kept"]["agent"].values())
 
 
 # Bad input
@@ -216,7 +262,10 @@ def test_a_loss_that_is_not_a_number_stops_the_run(spy):
     [
         ("--env-id CartPole-v1", "ppo_pixel.py takes discrete"),
         ("--env-id HalfCheeta-v5", "did you mean HalfCheetah-v5"),
-        ("--env-id parity_env:Parity-v0 --num-minibatches 31", "--num-minibatches 31 does not divide the batch of 1 x 2048 = 2048"),
+        (
+            "--env-id parity_env:Parity-v0 --num-minibatches 31",
+            "--num-minibatches 31 does not divide the batch of 1 x 2048 = 2048",
+        ),
         ("--env-id parity_env:Parity-v0 --total-timesteps 100", "less than one batch"),
         ("--env-id parity_env:Parity-v0 --gamma 1.5", "--gamma 1.5: must be between 0 and 1"),
         ("--env-id parity_env:Parity-v0 --num-envs -1", "--num-envs -1: must be above 0"),

@@ -1,6 +1,8 @@
-"""The reachers: a state and pictures that can be trusted, actions that go where they should, a reward that adds up, and rollouts that are right."""
+"""The reachers: a state and pictures that can be trusted, actions that go where they should, a reward that adds up, and
+rollouts that are right."""
 
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import mujoco
@@ -11,9 +13,11 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import checkpoints
+import policies
 import ppo_continuous_multiagent as ppo
 from envs import cheap, choose_gl, reacher
-from envs.vector import SyncEnvs, film, make_env, make_vec_env
+from envs.vector import SyncEnvs, make_env, make_envs
 
 IDS = ("Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0")
 every = pytest.mark.parametrize("env_id", IDS)
@@ -23,7 +27,8 @@ choose_gl()
 def play(env, seed, actions, render=False):
     """Observations, rewards and all that MuJoCo integrates, as bytes, over several episodes."""
     obs, _ = env.reset(seed=seed)
-    state, log = np.zeros(mujoco.mj_stateSize(env.unwrapped.model, mujoco.mjtState.mjSTATE_INTEGRATION)), [obs.tobytes()]
+    state = np.zeros(mujoco.mj_stateSize(env.unwrapped.model, mujoco.mjtState.mjSTATE_INTEGRATION))
+    log = [obs.tobytes()]
     for action in actions:
         obs, reward, _, truncated, _ = env.step(action)
         if render:
@@ -64,7 +69,8 @@ def test_each_motor_drives_its_own_joint(env_id):
     """By name, and by generalised force: action i turns joint i, in its direction, and no other."""
     env = make_env(env_id).unwrapped
     for i in range(env.joints):
-        assert env.model.actuator(i).name == env.model.joint(i).name == f"joint{i}" and env.model.actuator(i).trnid[0] == i
+        motor = env.model.actuator(i)
+        assert motor.name == env.model.joint(i).name == f"joint{i}" and motor.trnid[0] == i
         for sign in (1, -1):
             env.reset(seed=i)
             env.step(sign * np.eye(env.joints, dtype=np.float32)[i])
@@ -102,10 +108,12 @@ def test_observation_is_what_the_docstring_says(env_id):
         obs, info = env.reset(seed=3) if action is None else env.step(action)[::4]
         bare, n, axes = env.unwrapped, env.unwrapped.joints, 3 if env_id == "Reacher6Dof-v0" else 2
         assert len(obs) == 3 * n + axes + 2 * (env_id == "ReacherPlane-v0")
-        np.testing.assert_allclose(obs[: 3 * n], np.concatenate([np.sin(bare.qpos), np.cos(bare.qpos), bare.qvel]), atol=1e-6)
+        expected = np.concatenate([np.sin(bare.qpos), np.cos(bare.qpos), bare.qvel])
+        np.testing.assert_allclose(obs[: 3 * n], expected, atol=1e-6)
         if axes == 2:
             angles = np.arctan2(obs[:n], obs[n : 2 * n])
-            np.testing.assert_allclose(obs[3 * n : 3 * n + 2], bare.data.mocap_pos[0, :2] - tip_of(n, angles), atol=1e-6)
+            way = bare.data.mocap_pos[0, :2] - tip_of(n, angles)
+            np.testing.assert_allclose(obs[3 * n : 3 * n + 2], way, atol=1e-6)
         assert info["distance"] == pytest.approx(np.linalg.norm(obs[3 * n : 3 * n + axes]), abs=1e-6)
         assert info["is_success"] == (info["distance"] < 0.02)
 
@@ -130,10 +138,11 @@ def test_moving_target_is_foretold_by_the_observation():
 
 
 def solve(env, target):
-    """Joint angles that bring the fingertip to a target, by damped least squares from a few starts; returns what is left of the distance."""
+    """Joint angles that bring the fingertip to a target, by damped least squares from a few starts; returns what is
+    left of the distance."""
     model, data, jacobian, left = env.model, mujoco.MjData(env.model), np.zeros((3, env.joints)), np.inf
     for start in range(5):
-        data.qpos[:] = reacher.REST[env.joints] if start == 0 else np.random.default_rng(start).uniform(-2, 2, env.joints)
+        data.qpos[:] = np.random.default_rng(start).uniform(-2, 2, env.joints) if start else reacher.REST[env.joints]
         for _ in range(100):
             mujoco.mj_kinematics(model, data)
             mujoco.mj_comPos(model, data)
@@ -159,7 +168,8 @@ def test_every_target_can_be_reached(env_id):
 
 @pytest.mark.parametrize(("env_id", "axes"), [("Reacher2Dof-v0", 2), ("Reacher3Dof-v0", 2), ("Reacher6Dof-v0", 3)])
 def test_targets_are_uniform(env_id, axes):
-    """In area or volume: of the distance, its square or cube is uniform. Each direction is as likely as its opposite."""
+    """In area or volume: of the distance, its square or cube is uniform. Each direction is as likely as its
+    opposite."""
     env, places = make_env(env_id).unwrapped, []
     for seed in range(2000):
         env.reset(seed=seed)
@@ -244,7 +254,8 @@ def test_two_envs_draw_each_its_own_picture():
     alone = make_env("Reacher2Dof-v0", render_mode="rgb_array", width=64, height=64)
     alone.reset(seed=1)
     expected = alone.render()
-    one, other = (make_env(env_id, render_mode="rgb_array", width=64, height=64) for env_id in ("Reacher2Dof-v0", "Reacher6Dof-v0"))
+    film = dict(render_mode="rgb_array", width=64, height=64)
+    one, other = make_env("Reacher2Dof-v0", **film), make_env("Reacher6Dof-v0", **film)
     one.reset(seed=1)
     other.reset(seed=2)
     for _ in range(3):
@@ -268,7 +279,8 @@ def test_head_up_line_is_on_request(tmp_path):
 def test_film_of_a_reacher(tmp_path):
     import imageio
 
-    film(tmp_path / "film.mp4", lambda obs: np.ones((len(obs), 3), np.float32), "Reacher3Dof-v0", 1, {})
+    play = lambda agent, spec, n: lambda obs, infos, who, begins: np.ones((len(who), 3))
+    policies.film(ppo.Args(env_id="Reacher3Dof-v0"), make_envs, play, None, None, tmp_path / "film.mp4")
     frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "film.mp4")]
     assert len(frames) == 100 and max(abs(frame - frames[0]).max() for frame in frames) > 100
 
@@ -306,7 +318,8 @@ class Told(gym.Env):
 
     def step(self, action):
         self.left -= 1
-        return np.zeros(1, np.float32), 0.0, self.left == 0, False, {"is_success": (self.episode % 3 == 0) == (self.left == 0)}
+        ended = self.left == 0
+        return np.zeros(1, np.float32), 0.0, ended, False, {"is_success": (self.episode % 3 == 0) == ended}
 
 
 def test_success_is_told_at_ends_by_slot():
@@ -352,23 +365,26 @@ def test_scripts_find_it_with_its_settings(env_id, monkeypatch):
     for name in (env_id, f"envs:{env_id}"):
         monkeypatch.setattr(sys, "argv", ["ppo", "--env-id", name])
         ppo.main()
-        envs, how = make_vec_env(seen[-1].env_id, seen[-1].num_envs, 1)
+        envs, how = make_envs(seen[-1], 1)
         assert envs.num_envs == 8 and seen[-1].gamma == 0.95 and "gymnasium" in how
 
 
 def success_rate(name, seed, num_envs, steps):
-    before = set(ppo.Path("runs").glob("*"))
-    settings = {**ppo.PRESETS["ReacherPlane-v0"], "num_envs": num_envs, "num_steps": 2048 // num_envs, "num_minibatches": 8, "hidden_sizes": (64, 64)}
+    before = set(Path("runs").glob("*"))
+    settings = {**ppo.PRESETS["ReacherPlane-v0"], "num_minibatches": 8, "hidden_sizes": (64, 64)}
+    settings |= {"num_envs": num_envs, "num_steps": 2048 // num_envs}
     ppo.train(ppo.Args(env_id="ReacherPlane-v0", seed=seed, exp_name=name, **{**settings, "total_timesteps": steps}))
-    (folder,) = set(ppo.Path("runs").glob("*")) - before
-    state = ppo.load(folder)[1]
-    agent = ppo.Agent(10, 2, ppo.Args(**state["args"]))
-    agent.load_state_dict(state["agent"])
-    return ppo.evaluate(agent, make_vec_env("ReacherPlane-v0", 8, 1)[0], 64, 1000)[2].mean()
+    (folder,) = set(Path("runs").glob("*")) - before
+    state = checkpoints.load(folder, ppo.__file__)[1]
+    args = ppo.Args(**{**state["args"], "num_envs": 8})
+    agent = ppo.Agent(state["spec"], args)
+    agent.load_state_dict(state["kept"]["agent"])
+    return policies.evaluate(policies.play_vectors(agent, state["spec"], 8), make_envs(args, 1)[0], 64, 1000)[2].mean()
 
 
 def test_eight_envs_learn_what_one_env_learns(monkeypatch, tmp_path):
-    """The same total of steps, and the same success rate within the spread of seeds. An easy variant: near is within 5 cm. The long one: benchmarks."""
+    """The same total of steps, and the same success rate within the spread of seeds. An easy variant: near is within 5
+    cm. The long one: benchmarks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reacher, "RADIUS", 0.05)
     one, eight = ([success_rate(f"{n}-{seed}", seed, n, 2048 * 12) for seed in (1, 2, 3)] for n in (1, 8))

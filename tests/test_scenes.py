@@ -1,4 +1,5 @@
-"""The bundled scenes: Unity's numbers on the wire, and bodies that behave like bodies. How near they are to Unity: benchmarks/scene_fidelity.py."""
+"""The bundled scenes: Unity's numbers on the wire, and bodies that behave like bodies. How near they are to Unity:
+benchmarks/scene_fidelity.py."""
 
 import subprocess
 import sys
@@ -42,10 +43,14 @@ def play(scene, decisions, seed=1):
     return np.array(returns), np.array(lengths)
 
 
-@pytest.mark.parametrize(("scene", "agents", "observations", "actions"), [("3DBall", 12, 8, 2), ("Crawler", 10, 158, 20)])
+LAYOUTS = [("3DBall", 12, 8, 2), ("Crawler", 10, 158, 20)]
+
+
+@pytest.mark.parametrize(("scene", "agents", "observations", "actions"), LAYOUTS)
 def test_layout_is_unitys(scene, agents, observations, actions):
     with closing(UnityVecEnv(scene)) as envs:
-        assert (envs.num_envs, envs.single_observation_space.shape, envs.single_action_space.shape) == (agents, (observations,), (actions,))
+        shapes = envs.single_observation_space.shape, envs.single_action_space.shape
+        assert (envs.num_envs, *shapes) == (agents, (observations,), (actions,))
         assert envs.behavior == f"{scene}?team=0"
 
 
@@ -65,7 +70,8 @@ def test_max_step_interrupts(scene):
     with closing(UnityVecEnv(scene, player_args=["--max-step", "5", "--agents", "2"])) as envs:
         envs.reset()
         _, _, terminated, truncated, infos = envs.step(np.zeros(envs.action_space.shape))
-        assert truncated.all() and not terminated.any() and infos["ready"].all(), "the end and the next decision come together"
+        assert truncated.all() and not terminated.any()
+        assert infos["ready"].all(), "the end and the next decision come together"
 
 
 def test_ball_falls_freely_then_rests():
@@ -96,7 +102,8 @@ def test_ball_rolls_down_a_tilted_platform():
 
 
 def test_crawler_falls_freely_then_stands():
-    """With its joints held in the start pose's middle it drops, meets the ground with its feet and keeps its body up."""
+    """With its joints held in the start pose's middle it drops, meets the ground with its feet and keeps its body
+    up."""
     pose = np.zeros(20)
     pose[8:12], pose[12:] = 0.2, 1.0  # knees bent by 90 degrees, full strength
     scene = Crawler(1, 0, {})
@@ -108,7 +115,8 @@ def test_crawler_falls_freely_then_stands():
         heights.append(scene.xpos[0, 0, 2])
         assert (scene.height[0] - np.abs(scene.slope[0]) * HALF - RADIUS > -0.1).all(), "no part sinks into the ground"
     assert not any(done for *_, done, _ in academy.log), "it did not fall"
-    assert 0.6 < heights[-1] < 1.6 and np.ptp(heights[-75:]) < 0.05 and np.abs(scene.qvel).max() < 0.5, "and stands still"
+    assert 0.6 < heights[-1] < 1.6 and np.ptp(heights[-75:]) < 0.05, "and stands"
+    assert np.abs(scene.qvel).max() < 0.5, "still"
 
 
 def test_crawler_is_not_disturbed_by_another_that_begins():
@@ -156,7 +164,8 @@ def test_crawler_that_touches_ground_with_its_body_gets_minus_one():
 @pytest.mark.parametrize("scene", ["3DBall", "Crawler"])
 def test_film(scene, tmp_path):
     out = tmp_path / "scene.mp4"
-    command = [sys.executable, "-m", "envs.player", "--scene", scene, "--render", str(out), "--seconds", "0.5", "--width", "160", "--height", "128"]
+    command = [sys.executable, "-m", "envs.player", "--scene", scene, "--render", str(out), "--seconds", "0.5"]
+    command += ["--width", "160", "--height", "128"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if "libegl1" in run.stderr:
         pytest.skip(run.stderr.strip())
@@ -165,7 +174,8 @@ def test_film(scene, tmp_path):
 
     frames = imageio.imread(out)
     assert frames.shape[1:] == (128, 160, 3) and len(frames) > 8
-    assert frames[-1].std() > 10 and np.abs(frames[0].astype(int) - frames[-1]).mean() > 0.5, "something is seen, and moves"
+    assert frames[-1].std() > 10, "something is seen"
+    assert np.abs(frames[0].astype(int) - frames[-1]).mean() > 0.5, "and moves"
 
 
 # GridWorld
@@ -208,7 +218,7 @@ def test_gridworld_rewards_the_plus():
             if done:
                 ends += rewards.tolist()
                 assert not interrupted
-        assert ((0 <= scene.places) & (scene.places < 5)).all()
+        assert ((scene.places >= 0) & (scene.places < 5)).all()
     assert len(ends) > 40 and np.allclose(ends, 1)
 
 

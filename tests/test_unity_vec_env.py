@@ -17,8 +17,8 @@ import pytest
 from conftest import ROOT, agent, free_port
 from PIL import Image
 
-from unity_vec_env import UnityVecEnv
 from unity_player import UnityPlayerError
+from unity_vec_env import UnityVecEnv
 
 NAME = "Scripted?team=0"
 
@@ -61,7 +61,8 @@ def test_only_ready_rows_are_sent(scripted):
     envs, player = scripted([asks(0, 1), asks(1), asks(0)], max_agents=2)
     envs.reset()
     act(envs, 0.5)
-    envs.step(np.array([[np.nan, np.nan], [0.25, 0.75]]))  # slot 0 was not asked: whatever stands there is not looked at
+    # Slot 0 was not asked: whatever stands there is not looked at.
+    envs.step(np.array([[np.nan, np.nan], [0.25, 0.75]]))
     sent = [[list(a.continuous_actions) for a in reply.agent_actions[NAME].value] for reply in player.replies]
     assert sent == [[[0.5, 0.5], [0.5, 0.5]], [[0.25, 0.75]]]
 
@@ -74,7 +75,8 @@ def test_group_reward_counts(scripted):
 
 def test_discrete_branches_and_masks(scripted):
     mask = [False, True, False, True, False]  # Unity: True is forbidden
-    envs, player = scripted([{NAME: [agent(0, [[0]], mask=mask)]}, {NAME: [agent(0, [[0]])]}], specs={NAME: (0, (3, 2))})
+    script = [{NAME: [agent(0, [[0]], mask=mask)]}, {NAME: [agent(0, [[0]])]}]
+    envs, player = scripted(script, specs={NAME: (0, (3, 2))})
     assert envs.single_action_space == gym.spaces.MultiDiscrete([3, 2])
     _, infos = envs.reset()
     assert infos["action_mask"].tolist() == [[True, False, True, False, True]]
@@ -105,16 +107,18 @@ def test_images_are_uint8_height_width_channel(scripted):
     rgb, grey = rng.integers(0, 256, (4, 6, 3), np.uint8), rng.integers(0, 256, (4, 6), np.uint8)
     same = np.repeat(grey[:, :, None], 3, 2)
     other = np.repeat(grey[::-1, :, None], 3, 2)
+    compressed = lambda data: dict(compression_type=1, compressed_data=data)
+    raw = lambda pixels: dict(float_data=dict(data=(pixels / 255).ravel().tolist()))
+    last, first, stack = [2, 2, 1], [1, 2, 2], dict(compressed_channel_mapping=[0, 0, 0, 1, 1, 1])
     info = agent(0, [[7.0]])
     info["observations"] += [
-        dict(name="Color", shape=(4, 6, 3), compression_type=1, compressed_data=png(rgb), dimension_properties=[2, 2, 1]),
-        dict(name="ChannelsFirst", shape=(3, 4, 6), compression_type=1, compressed_data=png(rgb), dimension_properties=[1, 2, 2]),
-        dict(name="Grey", shape=(4, 6, 1), compression_type=1, compressed_data=png(same), dimension_properties=[2, 2, 1]),
-        dict(name="Stack", shape=(4, 6, 2), compression_type=1, compressed_data=png(same) + png(other),
-             compressed_channel_mapping=[0, 0, 0, 1, 1, 1], dimension_properties=[2, 2, 1]),
-        dict(name="Raw", shape=(4, 6, 3), float_data=dict(data=(rgb / 255).ravel().tolist()), dimension_properties=[2, 2, 1]),
-        dict(name="RawFirst", shape=(3, 4, 6), float_data=dict(data=(rgb / 255).transpose(2, 0, 1).ravel().tolist()), dimension_properties=[1, 2, 2]),
-    ]  # fmt: skip
+        dict(name="Color", shape=(4, 6, 3), **compressed(png(rgb)), dimension_properties=last),
+        dict(name="ChannelsFirst", shape=(3, 4, 6), **compressed(png(rgb)), dimension_properties=first),
+        dict(name="Grey", shape=(4, 6, 1), **compressed(png(same)), dimension_properties=last),
+        dict(name="Stack", shape=(4, 6, 2), **compressed(png(same) + png(other)), **stack, dimension_properties=last),
+        dict(name="Raw", shape=(4, 6, 3), **raw(rgb), dimension_properties=last),
+        dict(name="RawFirst", shape=(3, 4, 6), **raw(rgb.transpose(2, 0, 1)), dimension_properties=first),
+    ]
     envs, _ = scripted([{NAME: [info]}])
     obs, _ = envs.reset()
     assert envs.observation_space.contains(obs) and obs["vector"].tolist() == [[7.0]]
@@ -129,15 +133,16 @@ def test_statistics_come_out_in_infos(scripted):
         payload = struct.pack("<i", len(key)) + key.encode() + struct.pack("<fi", value, method)
         return uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le + struct.pack("<i", len(payload)) + payload
 
-    data = stat("mean", 1, 0) + stat("mean", 4, 0) + stat("last", 1, 1) + stat("last", 9, 1) + stat("sum", 2, 2) + stat("sum", 3, 2)
+    data = stat("mean", 1, 0) + stat("mean", 4, 0) + stat("last", 1, 1) + stat("last", 9, 1)
+    data += stat("sum", 2, 2) + stat("sum", 3, 2)
     envs, _ = scripted([asks(0)] * 2, side_channel=data)
     assert envs.reset()[1]["stats"] == {"mean": 2.5, "last": 9, "sum": 5}
     assert "stats" not in act(envs)[4]
 
 
 def test_agents_keep_their_slots(scripted):
-    gone = agent(1, [np.ones(3)], done=True)
-    script = [asks(0, 1, 2), {NAME: [gone, *asks(2, 0)[NAME]]}, asks(0, 2, 7), {NAME: [agent(7, [np.ones(3)], done=True), *asks(7, 0, 2)[NAME]]}]
+    gone, dead = (agent(number, [np.ones(3)], done=True) for number in (1, 7))
+    script = [asks(0, 1, 2), {NAME: [gone, *asks(2, 0)[NAME]]}, asks(0, 2, 7), {NAME: [dead, *asks(7, 0, 2)[NAME]]}]
     envs, _ = scripted(script)
     envs.reset()
     obs, *_, infos = act(envs)
@@ -190,7 +195,7 @@ def test_parameters_and_arguments_reach_the_player():
         for _ in range(12):
             obs, *_ = envs.step(np.zeros((1, 2)))
             falls.append(obs[0, 3])
-    assert 3.2 < min(falls), "a ball of twice the size rests half a metre higher on its platform"
+    assert min(falls) > 3.2, "a ball of twice the size rests half a metre higher on its platform"
 
 
 # Bad input: one line, and nothing left behind
@@ -234,12 +239,14 @@ def test_build_is_found_without_its_suffix(tmp_path):
 
 def test_player_that_exits_at_once(tmp_path):
     start = time.monotonic()
-    refuses("player 0 .* ended with exit code 3: it hurts", script_file(tmp_path, "#!/bin/sh\necho it hurts >&2\nexit 3\n"))
+    path = script_file(tmp_path, "#!/bin/sh\necho it hurts >&2\nexit 3\n")
+    refuses("player 0 .* ended with exit code 3: it hurts", path)
     assert time.monotonic() - start < 2, "not only after the timeout"
 
 
 def test_player_that_never_connects(tmp_path):
-    refuses("has not connected to port .* within 0.3 s", script_file(tmp_path, "#!/bin/sh\nexec sleep 60\n"), timeout=0.3)
+    path = script_file(tmp_path, "#!/bin/sh\nexec sleep 60\n")
+    refuses("has not connected to port .* within 0.3 s", path, timeout=0.3)
 
 
 def test_player_of_another_protocol(scripted):
@@ -248,7 +255,12 @@ def test_player_of_another_protocol(scripted):
 
 
 def test_stranger_on_the_port(tmp_path):
-    text = f"#!{sys.executable}\nimport socket, sys\ns = socket.create_connection(('127.0.0.1', int(sys.argv[-1])))\ns.sendall(b'GET / HTTP/1.1\\r\\nHost: here\\r\\n\\r\\n')\ns.recv(9)\n"
+    text = f"""#!{sys.executable}
+import socket, sys
+s = socket.create_connection(("127.0.0.1", int(sys.argv[-1])))
+s.sendall(b'GET / HTTP/1.1\\r\\nHost: here\\r\\n\\r\\n')
+s.recv(9)
+"""
     refuses("can't be talked to: it does not speak gRPC", script_file(tmp_path, text))
 
 
@@ -265,7 +277,8 @@ def test_unknown_behavior_lists_those_there_are(scripted):
 
 def test_wanted_behavior_may_come_late(scripted):
     other = {"Other?team=1": [agent(1, [[0.0]])]}
-    envs, player = scripted([other] * 50 + [asks(0)], behavior="Scripted", specs={NAME: (2, ()), "Other?team=1": (1, ())})
+    specs = {NAME: (2, ()), "Other?team=1": (1, ())}
+    envs, player = scripted([other] * 50 + [asks(0)], behavior="Scripted", specs=specs)
     assert envs.reset()[1]["ready"].tolist() == [True] and len(player.replies) == 50
 
 
@@ -390,7 +403,10 @@ def test_close_leaves_no_process_and_no_port():
     assert children() == before
 
 
-@pytest.mark.parametrize("how", ["raise RuntimeError", "raise SystemExit(3)", "pass", "os.kill(os.getpid(), signal.SIGKILL)", "del envs"])
+ENDS = ["raise RuntimeError", "raise SystemExit(3)", "pass", "os.kill(os.getpid(), signal.SIGKILL)", "del envs"]
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_players_end_with_their_client(how):
     code = f"""
 import os, signal, sys
@@ -410,7 +426,8 @@ print(*(p.process.pid for p in envs.players), flush=True)
 
 
 def test_demo_says_what_went_wrong_in_one_line():
-    out = subprocess.run([sys.executable, "unity_vec_env.py", "--path", "nowhere"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    command = [sys.executable, "unity_vec_env.py", "--path", "nowhere"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert out.returncode == 1 and out.stderr.startswith("nowhere: no player there") and out.stderr.count("\n") == 1
 
 

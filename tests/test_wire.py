@@ -58,9 +58,11 @@ def test_server_answers_a_grpc_client():
 
 
 def test_client_calls_a_grpc_server():
-    handler = grpc.unary_unary_rpc_method_handler(lambda request, _: request, UnityMessageProto.FromString, UnityMessageProto.SerializeToString)
+    proto = UnityMessageProto
+    handler = grpc.unary_unary_rpc_method_handler(lambda x, _: x, proto.FromString, proto.SerializeToString)
     server = grpc.server(ThreadPoolExecutor(1), options=NO_CAP)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("communicator_objects.UnityToExternalProto", {"Exchange": handler})])
+    service = "communicator_objects.UnityToExternalProto"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {"Exchange": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     wire = Wire.connect(port)
@@ -103,7 +105,8 @@ def test_credit_is_renewed_after_a_gigabyte():
 
 @pytest.mark.parametrize(("scarce", "plenty"), [(0, 1), (1, 0)])
 def test_sends_no_more_than_the_peer_gives_credit_for(scarce, plenty):
-    """The peer gives 65,535 bytes of credit, for the connection (0) or for this call (1), then a little more at a time, in frames of 16,384."""
+    """The peer gives 65,535 bytes of credit, for the connection (0) or for this call (1), then a little more at a time,
+    in frames of 16,384."""
     listener = socket.create_server(("127.0.0.1", 0))
     peer = socket.create_connection(listener.getsockname())
     peer.settimeout(5)
@@ -131,6 +134,32 @@ def test_sends_no_more_than_the_peer_gives_credit_for(scarce, plenty):
             break
     assert UnityMessageProto.FromString(data[5:]) == message(200_000)
     thread.join(5)
+    listener.close(), peer.close(), wire.close()
+
+
+def test_only_a_call_is_answered_and_only_once():
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = Wire.connect(listener.getsockname()[1])
+    server = Wire(listener.accept()[0], server=True)
+    with pytest.raises(ConnectionError, match="no call to answer"):
+        server.send(message(1))
+    client.send(message(1))
+    server.receive(5)
+    server.send(message(2))
+    with pytest.raises(ConnectionError, match="no call to answer"):
+        server.send(message(3))
+    assert client.receive(5) == message(2)
+    listener.close(), client.close(), server.close()
+
+
+@pytest.mark.parametrize("frames", [frame(DATA, 1, 3, bytes(5)), frame(HEADERS, 4, 0), frame(DATA, 1, 0, bytes(5))])
+def test_frames_of_other_calls_are_refused(frames):
+    listener = socket.create_server(("127.0.0.1", 0))
+    peer = socket.create_connection(listener.getsockname())
+    peer.sendall(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, 4, 1) + frames)
+    wire = Wire(listener.accept()[0], server=True)
+    with pytest.raises(ConnectionError, match="a call that is not under way"):
+        wire.receive(1)
     listener.close(), peer.close(), wire.close()
 
 

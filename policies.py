@@ -1,0 +1,154 @@
+"""A policy at work: evaluated, filmed, exported. Whatever is done with it, it is `agent.act` that does it."""
+
+import math
+import warnings
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+import fast
+from checkpoints import fingerprint, plain, put_back, replacing
+from envs import SCENES
+from envs.vector import FILM_STEPS
+
+
+def play_vectors(agent, spec, n):
+    """For evaluate(): a policy that sees one vector."""
+    acting, act = fast.Acting(agent, deterministic=True), None
+
+    def play(obs, infos, who, begins):
+        nonlocal act
+        act = act or acting.checked(obs[who])
+        return act(obs[who])[1]
+
+    return play
+
+
+def evaluate(play, envs, episodes, seed, steps=math.inf):
+    """Returns, lengths and successes (nan where the env tells none) of each agent's first episodes, equally many of
+    every agent: short ones don't crowd out the long. play(obs, infos, who, begins): actions of the slots `who`;
+    `begins` says whose episode is new."""
+    space, n = envs.single_action_space, envs.num_envs
+    left = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
+    total, length, begins, results = np.zeros(n), np.zeros(n, int), np.ones(n, bool), []
+    actions = np.zeros((n, *space.shape), space.dtype)
+    obs, infos = envs.reset(seed=seed)
+    while left.any() and steps > 0:
+        who, steps = np.flatnonzero(infos["ready"]), steps - 1
+        if len(who):
+            actions[who] = play(obs, infos, who, begins).reshape(-1, *space.shape)
+            begins[who] = False
+        obs, reward, terminated, truncated, infos = envs.step(actions)
+        done = terminated | truncated
+        begins |= done
+        total += reward
+        length += infos["closed"]
+        for slot in np.flatnonzero(done):
+            if left[slot]:
+                results.append((total[slot], length[slot], infos.get("is_success", {}).get(slot, math.nan)))
+                left[slot] -= 1
+            total[slot], length[slot] = 0, 0
+    return np.array(results).T
+
+
+def film(args, make_envs, play, agent, spec, path):
+    """A video of the deterministic policy, in an env of its own: an episode of a gymnasium env, or half a minute of a
+    bundled scene."""
+    path.parent.mkdir(exist_ok=True)
+    try:
+        envs, _ = make_envs(args, args.seed, film=path)
+    except ValueError as error:
+        raise ValueError(f"--capture-video: {error}") from None
+    with closing(envs):
+        scene = args.env_id in SCENES
+        steps = getattr(envs, "film_steps", FILM_STEPS) if scene else math.inf
+        evaluate(play(agent, spec, envs.num_envs), envs, 10**9 if scene else 1, args.seed, steps)
+
+
+class Exported(nn.Module):
+    """The graph that Unity's inference reads: an input for each sensor, and for the mask; the statistics inside,
+    actions as the env got them."""
+
+    def __init__(self, agent, spec):
+        super().__init__()
+        self.agent, self.spec = agent, spec
+        branches = self.branches = spec.get("branches", [])
+        kind, self.size = "continuous", [float(spec.get("action_dim", 0))]
+        if branches:
+            kind, self.size = "discrete", [[float(b) for b in branches]]
+        self.inputs = [f"obs_{i}" for i in range(len(spec["sensors"]))] + ["action_masks"] * bool(branches)
+        self.outputs = [f"{kind}_actions", f"deterministic_{kind}_actions"]
+        self.outputs += ["version_number", "memory_size", f"{kind}_action_output_shape"]
+
+    def example(self):
+        """Images are (batch, channel, height, width)."""
+        out = []
+        for sensor in self.spec["sensors"]:
+            if isinstance(sensor, str):
+                height, width, channels = self.spec["images"][sensor]
+                out.append(torch.zeros(1, self.spec["stack"] * channels, height, width))
+            else:
+                out.append(torch.zeros(1, sensor))
+        return tuple(out + [torch.ones(1, sum(self.branches))] * bool(self.branches))
+
+    def forward(self, *inputs):
+        given = dict(zip(range(len(self.spec["sensors"])), inputs, strict=False))
+        vectors = [given[i] for i, size in enumerate(self.spec["sensors"]) if not isinstance(size, str)]
+        obs = [torch.cat(vectors, 1) if vectors else inputs[0].new_zeros(1, 0)]
+        if "images" in self.spec:  # they come from 0 to 1
+            places = {name: i for i, name in enumerate(self.spec["sensors"]) if isinstance(name, str)}
+            images = [given[places[name]] * 255 for name in self.spec["images"]]
+            obs = [images, *obs, inputs[-1] if self.branches else None]
+        which = 0 if self.branches else 1  # choices count from 0 here, wherever the env's begin
+        sampled, best = (self.agent.act(*obs, deterministic=deterministic)[which] for deterministic in (False, True))
+        return sampled, best, torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor(self.size)
+
+
+def export(agent, spec, path):
+    """Opset 9, as ML-Agents writes it: Unity knows 7 to 15, and torch's newer exporter none of them."""
+    graph = Exported(agent, spec).eval()
+    names = {"input_names": graph.inputs, "output_names": graph.outputs}
+    batches = {name: {0: "batch"} for name in (*graph.inputs, *graph.outputs[:2])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of age, and that constants are constant
+        with replacing(path) as temporary:
+            settings = {"dynamo": False, "opset_version": 9, "dynamic_axes": batches}
+            torch.onnx.export(graph, graph.example(), temporary, **settings, **names)
+
+
+def use(args, path, state, script, Agent, make_envs, describe, play):
+    """Export, or evaluate, an agent that was saved: its statistics come with it, and nothing changes them."""
+    agent, spec = Agent(state["spec"], args), state["spec"]
+    put_back(agent, state["kept"]["agent"], path)
+    agent.eval()
+    if state["fingerprint"] != fingerprint(script):
+        print(
+            f"{Path(script).name} is not what it was when {path} was written: {path.parent / Path(script).name} is",
+            flush=True,
+        )
+    if args.export:
+        target = path.with_name("policy.onnx")
+        try:
+            export(agent, spec, target)
+        except (OSError, RuntimeError) as error:  # a full disk; a layer that opset 9 does not have
+            raise ValueError(f"{target} can't be written: {str(error).splitlines()[0]}") from None
+        print(f"Wrote {target}: drop it into a Unity project, and into the Model field of its Behavior Parameters")
+        return
+    agent.to(args.device)
+    with closing(make_envs(replace(args, max_restarts=0), args.seed)[0]) as envs:
+        for key, there in describe(args, envs).items():
+            if plain(there) != spec[key]:
+                raise ValueError(f"{path} has {key} {spec[key]}, the env has {there}")
+        returns, lengths, successes = evaluate(play(agent, spec, envs.num_envs), envs, args.eval_episodes, args.seed)
+    line = f"{path} after {state['global_step']:,} decisions, {len(returns)} episodes"
+    line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"
+    line += f", from {returns.min():.2f} to {returns.max():.2f}"
+    print(line if np.isnan(successes).any() else f"{line}; success {successes.mean():.1%}")
+    if args.capture_video:
+        video = path.parent / "videos" / "evaluation.mp4"
+        film(args, make_envs, play, agent, spec, video)
+        print(f"Wrote {video}")
