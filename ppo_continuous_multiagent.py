@@ -23,6 +23,8 @@ What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at
  7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
  8. Adam and the gradient's norm work on one flat vector, log-probs are computed after the rollout in one batch, and GAE
     in double precision: sums in another order, so parity with SB3 holds to rounding and not to the bit.
+ 9. SB3 divides an observation by its std however small (from 1e-4 on), here it is by --min-obs-std at least: what only
+    trembles in training, and moves elsewhere, would fill the policy's input.
 """
 
 import os
@@ -79,6 +81,8 @@ class Args(runs.Args):
     """stop an iteration's updates when the policy has moved 1.5 times this far"""
     norm_obs: bool = True
     """normalise observations by their running mean and variance"""
+    min_obs_std: float = 0.01
+    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
     norm_reward: bool = True
     """scale rewards by the running std of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -113,15 +117,16 @@ PRESETS = {
 
 def check(args):
     above_0 = ("num_steps", "num_minibatches", "learning_rate", "max_grad_norm", "target_kl", "hidden_sizes")
-    from_0, from_0_to_1 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs"), ("gamma", "gae_lambda")
+    from_0, from_0_to_1 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "min_obs_std"), ("gamma", "gae_lambda")
     runs.check(args, above_0, from_0, from_0_to_1, at_most={"update_epochs": 10_000, "hidden_sizes": 2**16})
 
 
 class Normalizer(nn.Module):
     """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, least=0.0):
         super().__init__()
+        self.least = least
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
@@ -139,7 +144,7 @@ class Normalizer(nn.Module):
         self.mean += delta * count / total
         self.count += count
         self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt(self.var + 1e-8))
+        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))  # SB3 differs (9)
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -162,7 +167,7 @@ class Agent(nn.Module):
     def __init__(self, spec, args):
         super().__init__()
         sizes = (spec["obs_dim"], *args.hidden_sizes)
-        self.obs_rms = Normalizer(spec["obs_dim"]) if args.norm_obs else nn.Identity()
+        self.obs_rms = Normalizer(spec["obs_dim"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
         self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
         self.actor_mean = mlp(sizes, args.activation, spec["action_dim"], std=0.01)
         self.critic = mlp(sizes, args.activation, 1, std=1.0)
@@ -192,14 +197,8 @@ class Rollout:
 
     def __init__(self, capacity, n, obs_dim, action_dim):
         self.obs, self.actions = np.zeros((capacity, obs_dim), np.float32), np.zeros((capacity, action_dim), np.float32)
-        self.slot, self.ended = (
-            np.zeros(capacity, int),
-            np.zeros(capacity, bool),
-        )  # whose row; whether its episode ended here
-        self.rewards, self.returns = (
-            np.zeros(capacity),
-            np.zeros(capacity),
-        )  # the latter are discounted, of the episode so far
+        self.slot, self.ended = np.zeros(capacity, int), np.zeros(capacity, bool)  # whose row; its episode ended here
+        self.rewards, self.returns = np.zeros((2, capacity))  # the latter are discounted, of the episode so far
         self.closed, self.num_closed = np.zeros(capacity, int), 0  # rows in the order in which they were closed
         self.row, self.count, self.finals = np.full(n, -1), 0, {}  # each slot's open row; final observations by row
         self.discounted = np.zeros(n)  # each slot's last return
@@ -276,8 +275,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def make_batch(agent, rollout, used, reward_scale, args):
-    """The rows `used`, agent by agent, each agent's in time. Its last row is open, and that one's
-    value is the bootstrap."""
+    """The rows `used`, agent by agent, each agent's in time. Its last row is open, and its value the bootstrap."""
     order = np.argsort(rollout.slot[: rollout.count], kind="stable")
     order = order[rollout.slot[order] >= 0]
     place, closed = np.zeros(rollout.count, int), np.zeros(rollout.count, bool)
@@ -297,9 +295,8 @@ def make_batch(agent, rollout, used, reward_scale, args):
 
     rewards = np.clip(rewards * reward_scale, -10, 10) if args.norm_reward else rewards
     goes_on = closed & ~ended & np.roll(closed, -1)
-    advantages = gae(
-        rewards.tolist(), value.tolist(), next_values.tolist(), goes_on.tolist(), args.gamma, args.gae_lambda
-    )
+    columns = (x.tolist() for x in (rewards, value, next_values, goes_on))
+    advantages = gae(*columns, args.gamma, args.gae_lambda)
     rows = torch.as_tensor(np.sort(place[used]), device=args.device)
     advantages, values = torch.tensor(advantages, dtype=torch.float32, device=args.device)[rows], values[rows]
     return Batch(obs[rows], actions[rows], logprobs[rows], advantages, advantages + values, values)

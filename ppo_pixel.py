@@ -30,6 +30,7 @@ What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at
     double precision: sums in another order, so parity with SB3 holds to rounding and not to the bit.
  9. With one image and nothing else the network is SB3's CnnPolicy. Several images, or images and vectors, go into one
     more layer together, where SB3's MultiInputPolicy has two of 64 for the policy and two for the value.
+10. SB3 divides an observation by its std however small (from 1e-4 on), here it is by --min-obs-std at least.
 """
 
 import math
@@ -98,6 +99,8 @@ class Args(runs.Args):
     """stop an iteration's updates when the policy has moved 1.5 times this far"""
     norm_obs: bool = True
     """normalise vector observations by their running mean and variance"""
+    min_obs_std: float = 0.01
+    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
     norm_reward: bool = True
     """scale rewards by the running std of the discounted return"""
     encoder: Literal["nature", "impala"] = "nature"
@@ -120,7 +123,7 @@ SMALLEST = {"nature": 36, "impala": 8}  # image that an encoder takes
 def check(args):
     above_0 = ("num_steps", "num_minibatches", "learning_rate", "max_grad_norm", "target_kl", "features", "image_size")
     above_0, from_0_to_1 = (*above_0, "frame_stack", "action_repeat"), ("gamma", "gae_lambda")
-    from_0 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "num_workers")
+    from_0 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "num_workers", "min_obs_std")
     at_most = {"update_epochs": 10_000, "features": 2**16, "image_size": 4096, "frame_stack": 256, "num_workers": 1000}
     runs.check(args, above_0, from_0, from_0_to_1, at_most)
     for name in ("from_pixels", "grayscale", "num_workers"):
@@ -149,8 +152,9 @@ def describe(args, envs):
 class Normalizer(nn.Module):
     """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, least=0.0):
         super().__init__()
+        self.least = least
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
@@ -168,7 +172,7 @@ class Normalizer(nn.Module):
         self.mean += delta * count / total
         self.count += count
         self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt(self.var + 1e-8))
+        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))  # SB3 differs (10)
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -223,7 +227,7 @@ class Agent(nn.Module):
             self.trunk = nn.Sequential(layer_init(nn.Linear(size, args.features)), nn.ReLU())
         self.actor = layer_init(nn.Linear(args.features, sum(self.branches) or spec["action_dim"]), std=0.01)
         self.critic = layer_init(nn.Linear(args.features, 1), std=1.0)
-        self.obs_rms = Normalizer(spec["vector"]) if args.norm_obs else nn.Identity()
+        self.obs_rms = Normalizer(spec["vector"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
 
     def encode(self, images, vector):
         """images: from 0 to 255, (batch, channel, height, width), in memory with the channels last."""

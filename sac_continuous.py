@@ -82,6 +82,8 @@ class Args(runs.Args):
     """default: minus the number of actions"""
     norm_obs: bool = False
     """normalise observations by their running mean and variance"""
+    min_obs_std: float = 0.01
+    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
     hidden_sizes: tuple[int, ...] = (256, 256)
     """widths of the layers of policy and critics"""
     activation: Literal["relu", "silu"] = "relu"
@@ -110,7 +112,7 @@ COLUMNS = ("obs", "actions", "rewards", "terminated", "next_row", "owner")  # of
 
 def check(args):
     above_0 = ("learning_rate", "buffer_size", "batch_size", "policy_frequency", "alpha", "hidden_sizes")
-    from_0, from_0_to_1 = ("learning_starts", "updates_per_step"), ("gamma", "tau")
+    from_0, from_0_to_1 = ("learning_starts", "updates_per_step", "min_obs_std"), ("gamma", "tau")
     runs.check(args, above_0, from_0, from_0_to_1, at_most={"updates_per_step": 1_000, "hidden_sizes": 2**16})
     if args.total_timesteps <= args.learning_starts and args.updates_per_step:
         nothing = f"nothing would be learned before --learning-starts {args.learning_starts}"
@@ -128,8 +130,9 @@ def describe(args, envs):
 class Normalizer(nn.Module):
     """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, least=0.0):
         super().__init__()
+        self.least = least
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
@@ -147,7 +150,7 @@ class Normalizer(nn.Module):
         self.mean += delta * count / total
         self.count += count
         self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt(self.var + 1e-8))
+        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))
 
 
 def mlp(sizes, activation, out):
@@ -183,7 +186,8 @@ class Agent(nn.Module):
     def __init__(self, spec, args):
         super().__init__()
         obs_dim, action_dim = spec["obs_dim"], spec["action_dim"]
-        self.obs_rms = Normalizer(obs_dim) if args.norm_obs else nn.Identity()  # SB3 differs (6)
+        # SB3 differs (6)
+        self.obs_rms = Normalizer(obs_dim, least=args.min_obs_std) if args.norm_obs else nn.Identity()
         self.actor = mlp((obs_dim, *args.hidden_sizes), args.activation, 2 * action_dim)  # mean and log std
         self.log_alpha = nn.Parameter(torch.tensor([math.log(args.alpha)]))
         self.critics = Critics((obs_dim + action_dim, *args.hidden_sizes), args.activation)

@@ -627,7 +627,8 @@ def close_all(players):
 
 def demo(
     path: str = "Crawler", behavior: str | None = None, num_players: int = 1, max_agents: int | None = None,
-    time_scale: float = 20.0, steps: int = 500, seed: int = 0,
+    time_scale: float = 20.0, steps: int = 500, seed: int = 0, player_args: tuple[str, ...] = (),
+    compare: str | None = None,
 ):  # fmt: skip
     """Step a bundled scene or a Unity build with random actions, and say how fast that is.
 
@@ -639,24 +640,38 @@ def demo(
         time_scale: Unity's game time per wall time
         steps: how often to step
         seed: of the players and of the actions
+        player_args: more for the player's command line
+        compare: a run's folder: say which numbers its policy sees here that it has not met in training
     """
     settings = dict(behavior=behavior, num_players=num_players, max_agents=max_agents, time_scale=time_scale, seed=seed)
+    settings["player_args"] = player_args
     try:
+        trained = None
+        if compare is not None:
+            from envs.compare import Trained
+
+            trained = Trained(compare)
         with closing(UnityVecEnv(path, **settings)) as envs:
             print(f"{envs.behavior}: {envs.num_envs} agents")
             print(f"observations {envs.single_observation_space}\nactions {envs.single_action_space}")
             envs.action_space.seed(seed)
-            _, infos = envs.reset()
+            obs, infos = envs.reset()
+            vector = lambda: obs["vector"] if envs._images else obs
+            act = trained.start(envs._names) if trained else None
             decisions, returns, start = 0, [], time.perf_counter()
             for _ in range(steps):
                 decisions += infos["ready"].sum()
-                *_, infos = envs.step(envs.action_space.sample())
+                if trained:
+                    trained.see(vector()[infos["ready"]])
+                obs, *_, infos = envs.step(act(vector()) if act else envs.action_space.sample())
                 if "final_info" in infos:
                     returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]])
             seconds = time.perf_counter() - start
             mean = f"mean return {np.mean(returns):.2f}" if returns else "none ended"
             rate = f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} a second"
             print(f"{rate}; {len(returns)} episodes, {mean}")
+            if trained:
+                print(trained.report(envs._names))
     except (UnityPlayerError, ValueError) as error:
         raise SystemExit(str(error)) from None
 

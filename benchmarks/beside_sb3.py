@@ -598,6 +598,8 @@ def settings(module, kind, path, iterations, options):
         scene = args.unity_path or args.env_id
         raise ValueError(f"{scene} is a Unity scene, which SB3 can't run: give a gymnasium --env-id")
     args.compile, args.device, args.capture_video, args.track = False, "cpu", False, False
+    if not any(option.startswith("--min-obs-std") for option in options):
+        args.min_obs_std = 0.0  # SB3's
     num_steps = BLOCK if kind == "SAC" else args.num_steps
     args.total_timesteps = iterations * num_steps * args.num_envs
     if kind == "SAC":

@@ -169,11 +169,11 @@ def load(path, seed, observations, actions):
     return lambda obs: session.run(["continuous_actions"], feed(obs))[0]
 
 
-def run(scene, name, policy, episodes, seed):
+def run(scene, name, policy, episodes, seed, player_args=()):
     """Play until every agent has finished its share of episodes: their returns, lengths and ends, and the observations'
     mean and std."""
     returns, lengths, interrupted, start, told = [], [], [], time.time(), time.time()
-    with closing(UnityVecEnv(scene, seed=seed)) as envs:
+    with closing(UnityVecEnv(scene, seed=seed, player_args=player_args)) as envs:
         share = -(-episodes // envs.num_envs)
         finished, steps = np.zeros(envs.num_envs, int), 0
         shape = envs.single_observation_space.shape
@@ -208,16 +208,18 @@ def report(scene, name, episodes, figures, mean, std):
         print(line.replace("nan", "  -"))
     unity_mean, unity_std = (np.array(text.split(), float) for text in UNITY_OBSERVATIONS[scene, name])
     line = f"  {'observation':<32}{'mean here':>10}{'Unity':>10}{'std here':>10}{'Unity':>10}"
-    print(f"{line}{'difference of means / std of Unity':>36}")
+    print(f"{line}{'means differ, in stds of Unity':>32}{'stds, here / Unity':>20}")
     for group, indices in groups(scene):
         far = (mean[indices] - unity_mean[indices]) / np.maximum(unity_std[indices], 1e-3)
         spread, unity_spread = np.sqrt((std[indices] ** 2).mean()), np.sqrt((unity_std[indices] ** 2).mean())
         worst = far[np.abs(far).argmax()]
         size = f" ({len(indices)})" if len(indices) > 1 else ""
         line = f"  {group + size:<32}{mean[indices].mean():>10.3f}{unity_mean[indices].mean():>10.3f}"
-        print(f"{line}{spread:>10.3f}{unity_spread:>10.3f}{worst:>+36.2f}")
+        moves = [i for i in indices if unity_std[i] > 0]
+        ratio = max((std[i] / unity_std[i] for i in moves), key=lambda x: abs(math.log(x or 1e-9)), default=1)
+        print(f"{line}{spread:>10.3f}{unity_spread:>10.3f}{worst:>+32.2f}{ratio:>20.2f}")
     if scene == "Crawler":
-        print("  (n): over n observations, the mean of the means, the rms of the stds, and the largest difference")
+        print("  (n): over n observations, the mean of the means, the rms of the stds, and the worst of the last two")
 
 
 def main():

@@ -6,13 +6,14 @@ import sys
 
 import gymnasium as gym
 
-SCENES = ("3DBall", "Crawler", "GridWorld", "Mixed")
+SCENES = ("3DBall", "Basic", "Crawler", "GridWorld", "Mixed", "MixedDiscrete")
 """ids of the bundled scenes"""
 
 gym.register("Reacher2Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 2}, max_episode_steps=100)
 gym.register("Reacher3Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 3}, max_episode_steps=100)
 gym.register("Reacher6Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 6}, max_episode_steps=100)
 gym.register("ReacherPlane-v0", "envs.reacher:Reacher", kwargs={"joints": 2, "plane": True}, max_episode_steps=100)
+gym.register("CartPoleBlind-v0", "envs.blind:CartPoleBlind", max_episode_steps=500)
 for name, kwargs in {
     "": {},
     "Discrete": {"actions": "discrete"},

@@ -6,8 +6,9 @@ of Unity's prefab. The physics is not PhysX: scores are near Unity's, not Unity'
 Unity player (state and action in, state one decision later out), and ML-Agents' own trained policy walks in it. Known
 to differ:
 
-1. PhysX does not solve its joints to the end: knees give way by up to 4 cm, and sideways hip motion is partly noise.
-   Here joints are exact, and softer drives, softer contacts and less friction stand in for that.
+1. PhysX does not solve its joints to the end: legs twist by some degrees under load, knees come apart by up to 4 cm,
+   and sideways hip motion is partly noise. Here legs twist as much as there; otherwise joints are exact, and softer
+   drives, softer contacts and less friction stand in for the rest.
 2. Parts of one crawler pass through each other, and the target is touched but pushes nobody.
 3. The down ray sees the ground only, never a leg of the crawler's own.
 4. All crawlers share one arena without seeing each other. In Unity each has its own.
@@ -15,6 +16,8 @@ to differ:
 MuJoCo's (x, y, z) is Unity's (x, z, y), its quaternion (w, x, y, z) Unity's (w, -x, -z, -y). Only `observe` speaks
 Unity's.
 """
+
+from typing import NamedTuple
 
 import mujoco
 import numpy as np
@@ -33,21 +36,64 @@ TOUCH = RADIUS + CONTACT_OFFSET
 ENDS = np.array([1] + [1, 0] * 4, bool)  # touching the ground with one of these ends the episode
 PARENT = np.array([1, 2, 1, 3, 1, 4, 1, 5])  # of the legs' parts, among (cube, body, the four upper legs)
 
-# The twelve hinges: hip x, hip y and knee of each leg.
+# The hinges: hip x, hip y, the upper leg's twist and the knee of each leg; then the last lower leg's twist. PhysX's
+# joints are locked against twists and give all the same: those of the first three legs at the knee, about the upper
+# leg's axis; the last leg's, which PhysX solves last, at the hip, and a little at the knee.
+DRIVEN, TWISTS = np.array([0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15]), np.array([2, 6, 10, 14, 16])
 LOWEST, RANGE = np.radians([-60, -20, 0] * 4), np.radians([60, 40, 150] * 4)
-GOAL = np.array([0, 1, 8, 2, 3, 9, 4, 5, 10, 6, 7, 11])  # action that sets a hinge's target
+GOAL = np.array([0, 1, 8, 2, 3, 9, 4, 5, 10, 6, 7, 11])  # action that sets a driven hinge's target
 FORCE = np.array([12, 12, 16, 13, 13, 17, 14, 14, 18, 15, 15, 19])  # action that sets its strength
 STRENGTH = np.array([12, 16, 13, 17, 14, 18, 15, 19])  # the same, in the order of the observation
 
 SPRING, DAMPER, MAX_FORCE = 40000.0, 5000.0, 20000.0  # of the prefab's JointDriveController
-RATE = 2 * SPRING / (DAMPER + SPRING * DT)  # the drive as an implicit spring: speed per tan(error / 2)
-# Fitted: the drives' weights in the solver, the contacts' friction (0.6 in Unity), impedance and the part of a
-# penetration undone in a step.
-WEIGHT = np.tile([5.5, 2.0, 2.6], 4)
-FRICTION, IMPEDANCE, RECOVERY = 0.4, 0.8, 0.25
-# MuJoCo divides by the impedance: speed -> RECOVERY * penetration / DT in one step.
-SOLREF = f"{-RECOVERY * IMPEDANCE / DT**2} {-IMPEDANCE / DT}"
-SOLIMP = f"{IMPEDANCE} {IMPEDANCE} .001"
+DRAG = np.array([0.05 * 32] * 3 + [0.05 * 20] * 3)  # Unity's of 0.05 per second
+
+
+class Physics(NamedTuple):
+    """What stands in for PhysX: how the world is solved, and numbers that were fitted."""
+
+    weight: tuple[float, ...]  # of the hinges in the solver
+    twist: float  # the part of a twist that is undone in a step
+    friction: float  # of the contacts; 0.6 in Unity
+    impedance: float  # of the contacts
+    recovery: float  # the part of a penetration that is undone in a step
+    margin: float  # contacts begin before parts touch: then two corrections of theirs are needed, see `physics`
+    cone: str
+    solver: str
+    iterations: int
+    substeps: int  # of a fixed step
+
+    @property
+    def dt(self):
+        return DT / self.substeps
+
+    def rate(self, damping):
+        """The drives as implicit springs: speed per tan(error / 2), for each crawler's damping."""
+        out = np.repeat(2 * SPRING / (DAMPER * damping + SPRING * self.dt), 17).reshape(-1, 17)
+        out[:, TWISTS] = 2 * self.twist / self.dt
+        return out
+
+    def soft(self):
+        """MuJoCo divides by the impedance: speed -> recovery * penetration / dt in one step."""
+        reference = f"{-self.recovery * self.impedance / self.dt**2} {-self.impedance / self.dt}"
+        return reference, f"{self.impedance} {self.impedance} .001"
+
+
+FITTED = Physics(
+    weight=(5.5, 2.0, 0.42, 2.6) * 3 + (5.5, 2.0, 0.6, 2.6, 0.13), twist=0.3, friction=0.4, impedance=0.8,
+    recovery=0.25, margin=CONTACT_OFFSET, cone="elliptic", solver="Newton", iterations=6, substeps=1,
+)  # fmt: skip
+# Another world, for policies that were trained in the first: nothing was fitted but that ML-Agents' own policy walks.
+ALTERNATIVE = Physics(
+    weight=(4.4, 1.6, 0.2, 2.1) * 3 + (4.4, 1.6, 0.3, 2.1, 0.1), twist=0.2, friction=0.6, impedance=0.9, recovery=0.1,
+    margin=0.0, cone="pyramidal", solver="CG", iterations=20, substeps=2,
+)  # fmt: skip
+PHYSICS = {"fitted": FITTED, "alternative": ALTERNATIVE}
+
+# What is drawn for each crawler and episode where an environment parameter of this name gives a range, or the player's
+# --randomize, times these: masses of the parts, strengths of the joints, friction, damping of drives and air, each
+# times 1 - range to 1 + range; and the fixed steps until an action takes effect, from 0 to the range, at most 4.
+RANGES = {f"randomize_{what}": 1 for what in ("mass", "strength", "friction", "damping")} | {"randomize_delay": 20}
 
 # conjugate(a) * b of MuJoCo's quaternions, as Unity's (x, y, z, w) = (1, 2, 3, 4): where a[i] * b[j] goes, and with
 # which sign
@@ -55,7 +101,7 @@ PRODUCT = np.array([[4, -1, -3, -2], [1, 4, 2, -3], [3, -2, 4, 1], [2, 3, -1, 4]
 LOCAL = (np.sign(PRODUCT)[:, :, None] * np.eye(4)[np.abs(PRODUCT) - 1]).reshape(4, 16)
 
 
-def mjcf(num_agents):
+def mjcf(num_agents, physics):
     """Contacts are listed pair by pair, parts against ground and walls: no bits to run out of, and far less work than
     finding them."""
     s, c = 0.6532815, 0.2705981  # the legs lie along the diagonals
@@ -75,10 +121,13 @@ def mjcf(num_agents):
             upper, lower = f"upper{k}_{i}", f"lower{k}_{i}"
             parts += [upper, lower]
             place = f'pos="{0.6363962 * x} {0.6363962 * y} -.15" quat="{" ".join(map(str, quat))}"'
+            twist = '<joint axis="0 0 1" limited="false"/>'
+            hip, knee, shin = ("", twist, "") if i < 3 else (twist, "", twist)
             crawlers += f"""<body name="{upper}" {place}>
-                <joint pos="0 0 -.5" axis="1 0 0" range="-60 0"/><joint pos="0 0 -.5" axis="0 -1 0" range="-20 20"/>
+                <joint pos="0 0 -.5" axis="1 0 0" range="-60 0"/>
+                <joint pos="0 0 -.5" axis="0 -1 0" range="-20 20"/>{hip}
                 <geom name="{upper}" type="capsule" size=".15 .325" mass="2" {hidden}/>
-                <body name="{lower}" pos="0 0 1.08"><joint pos="0 0 -.75" axis="1 0 0" range="0 150"/>
+                <body name="{lower}" pos="0 0 1.08">{knee}<joint pos="0 0 -.75" axis="1 0 0" range="0 150"/>{shin}
                 <geom name="{lower}" type="capsule" size=".15 .6" mass="1" {hidden}/></body></body>"""
         crawlers += "</body>"
         sensors += "".join(f'<framelinvel objtype="body" objname="{part}"/>' for part in parts)
@@ -87,15 +136,17 @@ def mjcf(num_agents):
         f'<geom name="{name}" type="plane" size="50 50 1" pos="{x} {y} 0" zaxis="{-x} {-y} 0" group="3"/>'
         for name, x, y in walls
     )
+    solref, solimp = physics.soft()
     # frictionloss only makes the rows that `physics` turns into drives
     return f"""<mujoco><size memory="{num_agents + 20}M"/><statistic extent="8"/>
         <visual><headlight ambient=".35 .35 .35"/></visual>
-        <option timestep="{DT}" gravity="0 0 {-GRAVITY}" cone="elliptic" iterations="6" tolerance="1e-5">
+        <option timestep="{physics.dt}" gravity="0 0 {-GRAVITY}" cone="{physics.cone}" solver="{physics.solver}"
+          iterations="{physics.iterations}" tolerance="1e-5">
         <flag eulerdamp="disable" warmstart="disable" autoreset="disable"/></option>
         <default><geom contype="0" conaffinity="0" rgba=".25 .3 .4 1"/>
-        <joint limited="true" frictionloss="1" solreflimit="{SOLREF}" solimplimit="{SOLIMP}"/>
-        <pair condim="3" friction="{FRICTION} {FRICTION} 0 0 0" margin="{CONTACT_OFFSET}"
-          solref="{SOLREF}" solimp="{SOLIMP}"/></default>
+        <joint limited="true" frictionloss="1" solreflimit="{solref}" solimplimit="{solimp}"/>
+        <pair condim="3" friction="{physics.friction} {physics.friction} 0 0 0" margin="{physics.margin}"
+          solref="{solref}" solimp="{solimp}"/></default>
         <asset>
         <texture name="checker" type="2d" builtin="checker" rgb1=".62 .66 .7" rgb2=".5 .54 .58"
           width="256" height="256"/>
@@ -111,23 +162,27 @@ class Crawler:
     sensors = [("PhysicsBodySensor:Body", 126), ("VectorSensor_size32", 32)]
     num_agents, period, offset, between, max_step, dt = 10, 5, 0, False, 5000, DT
 
-    def __init__(self, num_agents, seed, parameters):
+    def __init__(self, num_agents, seed, parameters, physics=FITTED):
         n = self.num_agents = num_agents
-        self.rng = np.random.default_rng(seed)
-        self.model = mujoco.MjModel.from_xml_string(mjcf(n))
+        self.rng, self.parameters, self.world, self.drawn = np.random.default_rng(seed), parameters, physics, False
+        self.model = mujoco.MjModel.from_xml_string(mjcf(n, physics))
         self.data = data = mujoco.MjData(self.model)
-        # Unity's drag of 0.05 per second
-        self.model.dof_damping.reshape(n, 18)[:, :6] = [0.05 * 32] * 3 + [0.05 * 20] * 3
+        self.model.dof_damping.reshape(n, 23)[:, :6] = DRAG
         # Views into MuJoCo's arrays, a row per crawler; world and target are the two bodies before the crawlers'.
-        self.qpos, self.qvel = data.qpos.reshape(n, 19), data.qvel.reshape(n, 18)
+        self.qpos, self.qvel = data.qpos.reshape(n, 24), data.qvel.reshape(n, 23)
         self.velocity = data.sensordata.reshape(n, 9, 3)
         self.angle, self.spin = self.qpos[:, 7:], self.qvel[:, 6:]
         self.xpos, self.xquat = data.xpos[2:].reshape(n, 9, 3), data.xquat[2:].reshape(n, 9, 4)
         self.xmat = data.xmat[2:].reshape(n, 9, 3, 3)
         self.height, self.slope = self.xpos[:, :, 2], self.xmat[:, :, 2, 2]  # of the parts' centres and axes
         self.facing = self.xmat[:, 0, :, 1]  # the body's forward axis
-        self.goal, self.force, self.strength = np.zeros((n, 12)), np.full((n, 12), MAX_FORCE), np.zeros((n, 8))
-        self.touching = np.zeros((n, 9), bool)
+        self.goal, self.force, self.strength = np.zeros((n, 17)), np.full((n, 17), MAX_FORCE), np.zeros((n, 8))
+        self.touching, self.rate, self.weight = (
+            np.zeros((n, 9), bool),
+            physics.rate(np.ones(n)),
+            np.array(physics.weight),
+        )
+        self.power, self.delay, self.wait, self.acted = np.ones((n, 12)), *np.zeros((2, n), int), np.zeros((n, 20))
         self.speed, self.cube, self.forward, self.distance = np.ones(n), np.zeros((n, 3)), np.zeros((n, 2)), np.zeros(n)
         self.target, self.dropped = np.zeros((n, 2)), np.zeros(n, int)
         self.drop_target(range(n), 0)
@@ -151,9 +206,31 @@ class Crawler:
             self.qpos[i] = 0
             self.qpos[i, 2:7] = START_HEIGHT, np.cos(yaw / 2), 0, 0, -np.sin(yaw / 2)
             self.speed[i] = self.rng.uniform(0.1, 15)
+        ranges = [self.parameters.get(name, 0.0) for name in RANGES]
+        if any(ranges) or self.drawn:
+            self.draw(who, *np.clip(ranges, 0, [0.9] * 4 + [self.period - 1]))
         self.qvel[who], self.touching[who] = 0, False
         mujoco.mj_step1(self.model, self.data)  # for the other crawlers it computes what is there already
         self.turn_cube(who)
+
+    def draw(self, who, mass, strength, friction, damping, delay):
+        """What Physics and the prefab say, times random numbers. MuJoCo's softness of a contact goes with the mass."""
+        n, model = self.num_agents, self.model
+        if not self.drawn:
+            self.parts = [x[2:].reshape(n, 9, -1) for x in (model.body_mass, model.body_inertia, model.body_invweight0)]
+            self.nominal, self.drawn = [x.copy() for x in self.parts], True
+        times = lambda spread, *shape: self.rng.uniform(1 - spread, 1 + spread, (len(who), *shape))
+        masses, air = times(mass, 9, 1), times(damping)
+        for part, nominal, power in zip(self.parts, self.nominal, (1, 1, -1), strict=True):
+            part[who] = nominal[who] * masses**power
+        whole = model.body_subtreemass[2:].reshape(n, 9)
+        whole[who] = self.parts[0][who, :, 0]
+        whole[who, 1::2] += whole[who, 2::2]
+        whole[who, 0] += whole[who, 1::2].sum(-1)
+        model.pair_friction.reshape(n, -1, 5)[who, :, :2] = self.world.friction * times(friction)[:, None, None]
+        model.dof_damping.reshape(n, 23)[who, :6] = DRAG * air[:, None]
+        self.rate[who], self.power[who] = self.world.rate(air), times(strength, 12)
+        self.delay[who] = self.rng.integers(0, round(delay) + 1, len(who))
 
     def turn_cube(self, who):
         """The cube that observations are relative to looks from where it was to the target, then follows the body."""
@@ -163,9 +240,17 @@ class Crawler:
         self.cube[who] = self.xpos[who, 0]
 
     def act(self, who, continuous, discrete):
-        self.goal[who] = LOWEST + RANGE * (np.clip(continuous[:, GOAL], -1, 1) + 1) / 2
-        self.force[who] = np.maximum((continuous[:, FORCE] + 1) / 2 * MAX_FORCE, 1e-6)  # Unity does not clip strengths
         self.strength[who] = (continuous[:, STRENGTH] + 1) / 2
+        if self.drawn:
+            self.acted[who], self.wait[who] = continuous, self.delay[who]
+        else:
+            self.drive(who, continuous)
+
+    def drive(self, who, action):
+        hinges = np.ix_(who, DRIVEN)
+        self.goal[hinges] = LOWEST + RANGE * (np.clip(action[:, GOAL], -1, 1) + 1) / 2
+        # Unity does not clip strengths
+        self.force[hinges] = np.maximum((action[:, FORCE] + 1) / 2 * MAX_FORCE * self.power[who], 1e-6)
 
     def update(self):
         self.turn_cube(slice(None))
@@ -175,28 +260,14 @@ class Crawler:
         self.academy.reward += match * match * (np.vecdot(self.facing[:, :2], self.forward) + 1) / 2
 
     def physics(self):
-        """A step is mj_step2, then mj_step1 of the next: positions and velocities are always there to be observed."""
-        data, hinges = self.data, self.goal.size
         # PhysX finds contacts before it moves the parts: what is reported after a step was near the ground before it.
         self.touching = self.height - np.abs(self.slope * HALF) < TOUCH
-        # PhysX's slerp drive is an implicit spring inside the solver, with a largest force. Here it is a friction row
-        # whose wanted speed is not 0. With constraint islands, one per crawler, MuJoCo has already copied all but aref:
-        # the copies are what it solves.
-        half = (self.goal - self.angle) / 2
-        cos = np.cos(half)
-        weight = (WEIGHT * cos * cos).ravel()
-        rows, aref = data.map_efc2iefc[:hinges], data.efc_aref
-        data.iefc_frictionloss[rows] = (self.force * cos).ravel() / 2
-        data.iefc_D[rows], data.iefc_R[rows] = weight, 1 / weight
-        aref[:hinges] = ((RATE * np.tan(half) - self.spin) / DT).ravel()
-        # Contacts are the last rows, three each. Two corrections of the normal's: within its margin MuJoCo pushes parts
-        # away, PhysX only slows them down; and MuJoCo's convex friction cone lifts what slides, at a speed of
-        # friction * slip, where feet slide at metres per second.
-        contacts = data.nf + data.nl
-        slip = data.efc_vel[contacts:].reshape(-1, 3)
-        aref[contacts::3] -= RECOVERY * CONTACT_OFFSET / DT**2 + FRICTION / DT * np.hypot(slip[:, 1], slip[:, 2])
-        mujoco.mj_step2(self.model, data)
-        mujoco.mj_step1(self.model, data)
+        if self.drawn:
+            due = np.flatnonzero(self.wait == 0)
+            self.drive(due, self.acted[due])
+            self.wait -= 1
+        for _ in range(self.world.substeps):
+            self.solve()
         if self.distance.min() < 4:
             self.touch_target(np.flatnonzero(self.distance < 4))
         fatal = self.touching & ENDS
@@ -204,6 +275,31 @@ class Crawler:
             fell = np.flatnonzero(fatal.any(1))
             self.academy.reward[fell] = -1
             self.academy.end(fell)
+
+    def solve(self):
+        """A step is mj_step2, then mj_step1 of the next: positions and velocities are always there to be observed."""
+        data, hinges, world, dt = self.data, self.goal.size, self.world, self.world.dt
+        # PhysX's slerp drive is an implicit spring inside the solver, with a largest force. Here it is a friction row
+        # whose wanted speed is not 0. With constraint islands, one per crawler, MuJoCo has already copied all but aref:
+        # the copies are what it solves.
+        half = (self.goal - self.angle) / 2
+        cos = np.cos(half)
+        weight = (self.weight * cos * cos).ravel()
+        rows, aref = data.map_efc2iefc[:hinges], data.efc_aref
+        data.iefc_frictionloss[rows] = (self.force * cos).ravel() / 2
+        data.iefc_D[rows], data.iefc_R[rows] = weight, 1 / weight
+        aref[:hinges] = ((self.rate * np.tan(half) - self.spin) / dt).ravel()
+        if world.margin:
+            # Contacts are the last rows, three each. Two corrections of the normal's: within its margin MuJoCo pushes
+            # parts away, PhysX only slows them down; and MuJoCo's convex friction cone lifts what slides, at a speed of
+            # friction * slip, where feet slide at metres per second.
+            contacts = data.nf + data.nl
+            slip = data.efc_vel[contacts:].reshape(-1, 3)
+            friction = data.contact.friction[:, 0] if self.drawn else world.friction
+            lift = friction / dt * np.hypot(slip[:, 1], slip[:, 2])
+            aref[contacts::3] -= world.recovery * world.margin / dt**2 + lift
+        mujoco.mj_step2(self.model, data)
+        mujoco.mj_step1(self.model, data)
 
     def touch_target(self, who):
         """The target is a box of 1 m: five points along a capsule are near enough."""
@@ -245,6 +341,10 @@ class Crawler:
         rotation = vector[:, 7:11]  # Quaternion.FromToRotation
         rotation[:, 0], rotation[:, 1], rotation[:, 2], rotation[:, 3] = z * c, y * s - x * c, -z * s, 1 + x * s + y * c
         rotation /= np.maximum(np.sqrt(np.vecdot(rotation, rotation)), 1e-9)[:, None]
+        # As a matrix turned into a quaternion has it: beyond 120 degrees the largest of x, y and z is positive.
+        (back,) = (rotation[:, 3] <= 0.5).nonzero()
+        axis = rotation[back, np.abs(rotation[back, :3]).argmax(1)]
+        rotation[back] *= np.where(axis < 0, -1, 1)[:, None]
         vector[:, 14] = np.minimum(self.height[who, 0] / 10, 1)
         vector[:, 15], vector[:, 16::2] = self.touching[who, 0], self.touching[who, 1:]
         vector[:, 17::2] = self.strength[who]

@@ -57,3 +57,17 @@ class Mixed:
         self.absent -= ~academy.enabled
         if self.rng.random() < 0.3:
             academy.stats.append(("Mixed/Enabled", float(academy.enabled.sum()), 0))
+
+
+class MixedDiscrete(Mixed):
+    """The same with choices, some of which are forbidden: which ones, the agent's id and the time tell."""
+
+    behavior, continuous, branches = "MixedDiscrete?team=0", 0, (3, 2)
+
+    def act(self, who, continuous, discrete):
+        super().act(who, discrete, discrete)
+
+    def mask(self, who):
+        """True where a choice is forbidden."""
+        left, right = (who + self.academy.total) % 3, (who + self.academy.total) % 4
+        return np.concatenate([left[:, None] == np.arange(3), right[:, None] == np.arange(2)], 1)

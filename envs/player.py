@@ -22,6 +22,7 @@ and changes `academy.reward`, or calls `academy.end`, as an agent script calls A
 """
 
 import argparse
+import importlib
 import io
 import struct
 import sys
@@ -250,15 +251,16 @@ def serialized(heads, observations):
 
 def make_scene(args, seed, parameters):
     """Import only the scene that is played: the test scene needs no physics engine."""
-    if args.scene == "3DBall":
-        from envs.ball3d import Ball3D as Scene
-    elif args.scene == "Crawler":
-        from envs.crawler import Crawler as Scene
-    elif args.scene == "GridWorld":
-        from envs.gridworld import GridWorld as Scene
-    else:
-        from envs.mixed import Mixed as Scene
-    scene = Scene(args.agents or Scene.num_agents, seed, parameters)
+    modules = {"3DBall": "ball3d", "MixedDiscrete": "mixed"}
+    names = {"3DBall": "Ball3D"}
+    module = importlib.import_module(f"envs.{modules.get(args.scene, args.scene.lower())}")
+    Scene = getattr(module, names.get(args.scene, args.scene))
+    more = {}
+    if args.scene == "Crawler":
+        more["physics"] = module.PHYSICS[args.physics]
+        for name, times in module.RANGES.items():
+            parameters.setdefault(name, args.randomize * times)
+    scene = Scene(args.agents or Scene.num_agents, seed, parameters, **more)
     if args.decision_period is not None:
         scene.period = args.decision_period
     if args.max_step is not None:
@@ -350,6 +352,12 @@ def main():
     parser.add_argument("--decision-period", type=int, help=what)
     what = "fixed steps after which an episode is interrupted (Unity's scenes: 5000; 0: never)"
     parser.add_argument("--max-step", type=int, help=what)
+    what = (
+        "Crawler: draw friction, masses, strengths, damping and delays anew for each episode, this much around theirs"
+    )
+    parser.add_argument("--randomize", type=float, default=0.0, metavar="RANGE", help=what)
+    what = "Crawler: as fitted to Unity's, or one that training never sees, to test policies in"
+    parser.add_argument("--physics", choices=("fitted", "alternative"), default="fitted", help=what)
     what = "film what the client's agents do; without a client, the scene under random actions"
     parser.add_argument("--render", metavar="FILE.mp4", help=what)
     what = "length of a film without a client, in the scene's time"
@@ -366,8 +374,12 @@ def main():
     for name, least in (("agents", 1), ("decision_period", 1), ("max_step", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if args.render and args.scene == "Mixed":
-        parser.error("--scene Mixed is for tests: there is nothing to see")
+    if not 0 <= args.randomize <= 0.9:
+        parser.error(f"--randomize {args.randomize:g}: from 0 to 0.9")
+    if args.scene != "Crawler" and (args.randomize or args.physics != "fitted"):
+        parser.error(f"--randomize and --physics are for Crawler: {args.scene} has one physics")
+    if args.render and args.scene.startswith("Mixed"):
+        parser.error(f"--scene {args.scene} is for tests: there is nothing to see")
     if args.render:
         choose_gl()
     if args.mlagents_port:

@@ -126,8 +126,8 @@ def test_disabled_agents_come_back_under_new_ids():
 
 # The same player behind two clients
 
-EXTRA = {"Mixed": dict(max_agents=16), "3DBall": {}, "Crawler": {}, "GridWorld": {}}
-STEPS = {"Mixed": 150, "3DBall": 60, "Crawler": 40, "GridWorld": 40}
+EXTRA = {scene: dict(max_agents=16) if scene.startswith("Mixed") else {} for scene in SCENES}
+STEPS = {"Mixed": 150, "MixedDiscrete": 150, "3DBall": 60, "Basic": 400, "Crawler": 40, "GridWorld": 40}
 
 
 def action(agent, count, size, branches):

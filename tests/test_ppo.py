@@ -81,7 +81,7 @@ def test_parity_with_sb3(spy, monkeypatch, num_envs, normalize):
     seen = spy(
         num_envs=num_envs, num_steps=steps, num_minibatches=steps * num_envs // 32, update_epochs=3,
         total_timesteps=iterations * steps * num_envs, hidden_sizes=(64, 64), gamma=0.97, ent_coef=0.01, vf_coef=1.0,
-        anneal_lr=False, norm_obs=normalize, norm_reward=normalize, seed=3,
+        anneal_lr=False, norm_obs=normalize, norm_reward=normalize, min_obs_std=0.0, seed=3,
     )  # fmt: skip
     obs, actions, logprobs, advantages, returns, values = (x.numpy() for x in seen.batches[0])
     ours = dict(observations=obs, actions=actions, log_probs=logprobs)
@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(spy):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("--env-id CartPole-v1", "ppo_pixel.py takes discrete"),
+        ("--env-id CartPole-v1", "ppo_discrete_multiagent.py takes them"),
         ("--env-id HalfCheeta-v5", "did you mean HalfCheetah-v5"),
         (
             "--env-id parity_env:Parity-v0 --num-minibatches 31",
