@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import gymnasium as gym
+import numpy as np
 import torch
 import torch.nn as nn
 import tyro
@@ -31,6 +32,10 @@ FREE |= {
     "keep_checkpoints",
     "capture_video",
     "video_interval",
+}
+SCRIPTS = {
+    "continuous": "ppo_continuous_multiagent.py, or sac_continuous.py,",
+    "discrete": "ppo_discrete_multiagent.py",
 }
 ABOVE_0 = {"num_envs", "num_players", "max_agents", "time_scale", "total_timesteps", "eval_episodes"}
 ABOVE_0 |= {"checkpoint_interval", "keep_checkpoints", "video_interval"}
@@ -191,17 +196,23 @@ def check_memory(name, value, needed):
         raise ValueError(f"{name} {value} {sizes}: give a smaller one")
 
 
-def describe(args, envs):
+def describe(args, envs, discrete=False):
     """What a policy of vectors sees and does, in plain numbers. Bounds are one number if all actions share it."""
     seen, action = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action, gym.spaces.Box):
-        others = "with images, ppo_pixel.py takes discrete ones"
-        raise ValueError(f"{args.env_id} has actions {action}: this script takes continuous ones; {others}")
+    kinds = {"continuous": gym.spaces.Box, "discrete": (gym.spaces.Discrete, gym.spaces.MultiDiscrete)}
+    kind = next((name for name, spaces in kinds.items() if isinstance(action, spaces)), None)
+    if kind is None:
+        raise ValueError(f"{args.env_id} has actions {action}: no script takes them, only continuous or discrete ones")
     if not isinstance(seen, gym.spaces.Box):
         raise ValueError(f"{args.env_id} has observations {seen}: this script takes vectors; ppo_pixel.py takes images")
-    (obs_dim,), (action_dim,) = seen.shape, action.shape
-    sensors = getattr(envs, "sensors", [obs_dim])
-    return {"obs_dim": obs_dim, "sensors": sensors, "action_dim": action_dim, **bounds(action)}
+    if kind != ("discrete" if discrete else "continuous"):
+        raise ValueError(f"{args.env_id} has actions {action}: {SCRIPTS[kind]} takes them")
+    (obs_dim,) = seen.shape
+    spec = {"obs_dim": obs_dim, "sensors": getattr(envs, "sensors", [obs_dim])}
+    if kind == "continuous":
+        return spec | {"action_dim": action.shape[0], **bounds(action)}
+    branches = np.ravel(action.n if isinstance(action, gym.spaces.Discrete) else action.nvec).tolist()
+    return spec | {"branches": branches, "start": np.ravel(action.start).tolist()}
 
 
 def bounds(space):

@@ -85,6 +85,10 @@ def _silu(x):
     return 0.5 * x * (1 + np.tanh(0.5 * x))
 
 
+def _sigmoid(x):
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
 def _relu(x):
     return np.maximum(x, 0.0)
 
@@ -95,6 +99,25 @@ def _elu(x, alpha=1.0):
 
 def _clamp(x, low, high, least=np.maximum, most=np.minimum):
     return most(least(x, low), high)
+
+
+def _log_softmax(x, axis):
+    x = x - x.max(axis, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis, keepdims=True))
+
+
+def _multinomial(p, count):
+    """As torch draws one of each row's."""
+    assert count == 1
+    return (p / torch.empty(p.shape).exponential_().numpy()).argmax(-1)[:, None]
+
+
+def _argmax(x, axis, keepdims=False):
+    return x.argmax(axis, keepdims=keepdims)
+
+
+def _cat(parts, axis=0):
+    return np.concatenate(parts, axis)
 
 
 def _same(x):
@@ -115,9 +138,15 @@ FUNCTIONS = {
     **{f: f for f in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.getitem)},
     **dict.fromkeys((torch.exp, "exp"), np.exp),
     **dict.fromkeys((torch.tanh, nn.functional.tanh, "tanh"), np.tanh),
+    **dict.fromkeys((torch.sigmoid, "sigmoid"), _sigmoid),
     **dict.fromkeys((torch.relu, nn.functional.relu, "relu"), _relu),
     **dict.fromkeys((torch.clamp, "clamp"), _clamp),
     **dict.fromkeys((torch.chunk, "chunk"), lambda x, parts, axis: np.split(x, parts, axis)),
+    **dict.fromkeys((torch.log_softmax, "log_softmax"), _log_softmax),
+    **dict.fromkeys((torch.argmax, "argmax"), _argmax),
+    torch.cat: _cat,
+    "float": lambda x: x.astype(np.float32),
+    torch.multinomial: _multinomial,
     torch.randn_like: lambda x: torch.randn(x.shape).numpy(),
 }
 
@@ -141,10 +170,10 @@ class Acting(nn.Module):
 
     def __init__(self, agent, deterministic=False):
         super().__init__()
-        self.agent, self.deterministic, self.fast = agent, deterministic, None
+        self.agent, self.deterministic, self.inputs, self.fast = agent, deterministic, 1, None
 
-    def forward(self, obs):
-        return self.agent.act(obs, deterministic=self.deterministic)
+    def forward(self, *obs):
+        return self.agent.act(*(obs[i] for i in range(self.inputs)), deterministic=self.deterministic)
 
     @torch.no_grad()
     def module(self, *obs):
@@ -161,6 +190,7 @@ class Acting(nn.Module):
         may have changed."""
         if self.fast is False or next(self.agent.parameters()).device.type != "cpu":
             return self.module
+        self.inputs = len(obs)
         for derive in (
             self.fast is None,
             True,
@@ -179,13 +209,15 @@ class Acting(nn.Module):
         """The graph as the text of a Python function, a line for each node."""
         tracer = fx.Tracer()
         tracer.proxy_buffer_attributes = True  # else what is computed from statistics would be fixed
-        lines, scope = ["def act(obs):"], {"inf": math.inf}
+        lines, scope = [], {"inf": math.inf}
         for node in tracer.trace(self).nodes:
-            if node.op == "get_attr":
+            if node.op == "placeholder":
+                lines.append(f"def act(*{node.name}):")
+            elif node.op == "get_attr":
                 scope[node.name] = operator.attrgetter(node.target)(self).detach().numpy()
             elif node.op == "output":
                 lines.append(f"return {node.args[0]}")
-            elif node.op != "placeholder":
+            else:
                 do, inputs = self.counterpart(node), list(map(str, node.args))
                 scope[f"do_{node.name}"] = do
                 called = f"do_{node.name}({', '.join(inputs)})"

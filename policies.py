@@ -17,13 +17,14 @@ from envs.vector import FILM_STEPS
 
 
 def play_vectors(agent, spec, n):
-    """For evaluate(): a policy that sees one vector."""
-    acting, act = fast.Acting(agent, deterministic=True), None
+    """For evaluate(): a policy that sees one vector, and a mask if it has choices."""
+    acting, act, choices = fast.Acting(agent, deterministic=True), None, sum(spec.get("branches", ()))
 
     def play(obs, infos, who, begins):
         nonlocal act
-        act = act or acting.checked(obs[who])
-        return act(obs[who])[1]
+        seen = (obs[who], infos["action_mask"][who]) if choices else (obs[who],)
+        act = act or acting.checked(*seen)
+        return act(*seen)[1]
 
     return play
 
@@ -83,6 +84,9 @@ class Exported(nn.Module):
         self.inputs = [f"obs_{i}" for i in range(len(spec["sensors"]))] + ["action_masks"] * bool(branches)
         self.outputs = [f"{kind}_actions", f"deterministic_{kind}_actions"]
         self.outputs += ["version_number", "memory_size", f"{kind}_action_output_shape"]
+        self.memory = spec.get("memory", 0)  # what the policy remembers; the value's memory stays behind
+        if self.memory:
+            self.inputs, self.outputs = [*self.inputs, "recurrent_in"], [*self.outputs, "recurrent_out"]
 
     def example(self):
         """Images are (batch, channel, height, width)."""
@@ -93,7 +97,8 @@ class Exported(nn.Module):
                 out.append(torch.zeros(1, self.spec["stack"] * channels, height, width))
             else:
                 out.append(torch.zeros(1, sensor))
-        return tuple(out + [torch.ones(1, sum(self.branches))] * bool(self.branches))
+        out += [torch.ones(1, sum(self.branches))] * bool(self.branches)
+        return (*out, torch.zeros(1, 1, self.memory)) if self.memory else tuple(out)
 
     def forward(self, *inputs):
         given = dict(zip(range(len(self.spec["sensors"])), inputs, strict=False))
@@ -103,16 +108,22 @@ class Exported(nn.Module):
             places = {name: i for i, name in enumerate(self.spec["sensors"]) if isinstance(name, str)}
             images = [given[places[name]] * 255 for name in self.spec["images"]]
             obs = [images, *obs, inputs[-1] if self.branches else None]
+        elif self.branches:
+            obs = [*obs, inputs[len(self.spec["sensors"])]]
+        if self.memory:
+            obs.append(torch.cat([inputs[-1][:, 0], torch.zeros_like(inputs[-1][:, 0])], 1))
         which = 0 if self.branches else 1  # choices count from 0 here, wherever the env's begin
-        sampled, best = (self.agent.act(*obs, deterministic=deterministic)[which] for deterministic in (False, True))
-        return sampled, best, torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor(self.size)
+        ways = [self.agent.act(*obs, deterministic=deterministic) for deterministic in (False, True)]
+        constants = torch.tensor([3.0]), torch.tensor([float(self.memory)]), torch.tensor(self.size)
+        remembered = [ways[0][-1][:, None, : self.memory]] if self.memory else []
+        return ways[0][which], ways[1][which], *constants, *remembered
 
 
 def export(agent, spec, path):
     """Opset 9, as ML-Agents writes it: Unity knows 7 to 15, and torch's newer exporter none of them."""
     graph = Exported(agent, spec).eval()
     names = {"input_names": graph.inputs, "output_names": graph.outputs}
-    batches = {name: {0: "batch"} for name in (*graph.inputs, *graph.outputs[:2])}
+    batches = {name: {0: "batch"} for name in (*graph.inputs, *graph.outputs[:2], "recurrent_out")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of age, and that constants are constant
         with replacing(path) as temporary:

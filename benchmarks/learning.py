@@ -20,6 +20,7 @@ in that folder, and the runs themselves, with their checkpoints and logs, in its
 
 import argparse
 import csv
+import importlib
 import os
 import shutil
 import subprocess
@@ -38,7 +39,10 @@ TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; M
     "Hopper-v5": (2383, "CleanRL"),
     "Walker2d-v5": (2288, "CleanRL"),
     "3DBall": (100, "ML-Agents"),
-    "Crawler": (2417, "Unity's own policy in this scene"),
+    "Crawler": (2353, "Unity's own policy in this scene"),
+    "CartPole-v1": (475, "solved"),
+    "LunarLander-v3": (200, "solved"),
+    "Basic": (0.93, "ML-Agents"),
 }
 
 
@@ -114,7 +118,7 @@ def run_sb3(what, env_id, seed, more):
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    rows, every = [], 1000 if what == "sb3-sac" else 2048
+    rows, every = [], 1000
 
     class Log(BaseCallback):
         ended = []
@@ -129,37 +133,46 @@ def run_sb3(what, env_id, seed, more):
                     print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}", flush=True)
             return True
 
-    total = int(more[more.index("--total-timesteps") + 1]) if "--total-timesteps" in more else 1_000_000
-    if what == "sb3-ppo":
+    if what == "sb3-sac":
         torch.set_num_threads(1)
-        envs = VecNormalize(make_vec_env(env_id, 1, seed=seed))
-        model = PPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, vf_coef=0.25, seed=seed, device="cpu")
-    elif what == "sb3-sac":
-        torch.set_num_threads(1)
+        total = int(more[more.index("--total-timesteps") + 1]) if "--total-timesteps" in more else 1_000_000
         model = SAC("MlpPolicy", make_vec_env(env_id, 1, seed=seed), learning_starts=10_000, seed=seed, device="cpu")
     else:
         sys.path.insert(0, str(ROOT))
         import gymnasium as gym
         import tyro
 
-        from envs.pixels import make_pixel_env
-        from ppo_pixel import PRESETS, Args
+        pixels = what == "sb3-ppo-pixel"
+        kind = "pixel" if pixels else "continuous_multiagent"
+        if not pixels and not isinstance(gym.make(env_id).action_space, gym.spaces.Box):
+            kind = "discrete_multiagent"
+        script = importlib.import_module(f"ppo_{kind}")
+        preset = script.Args(env_id=env_id, **script.PRESETS.get(env_id, {}))
+        args = tyro.cli(script.Args, default=preset, args=more)
 
-        args = tyro.cli(Args, default=Args(env_id=env_id, **PRESETS.get(env_id, {})), args=more)
+        def make_images():
+            from envs.pixels import make_pixel_env
 
-        def make():
             env = make_pixel_env(env_id, args.from_pixels, args.image_size, args.grayscale, args.action_repeat)
             return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], env.observation_space["image"])
 
-        envs, total = make_vec_env(make, args.num_envs, seed=seed), args.total_timesteps
-        stack = args.frame_stack or (3 if args.from_pixels else 1)
-        envs = VecNormalize(VecFrameStack(envs, stack) if stack > 1 else envs, norm_obs=False, gamma=args.gamma)
+        envs = make_vec_env(make_images if pixels else env_id, args.num_envs, seed=seed)
+        policy, layers, total = "CnnPolicy", None, args.total_timesteps
+        if pixels:
+            stack = args.frame_stack or (3 if args.from_pixels else 1)
+            envs = VecFrameStack(envs, stack) if stack > 1 else envs
+        else:
+            torch.set_num_threads(1)
+            activation = {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[args.activation]
+            policy, layers = "MlpPolicy", dict(net_arch=list(args.hidden_sizes), activation_fn=activation)
+        envs = VecNormalize(envs, norm_obs=args.norm_obs and not pixels, norm_reward=args.norm_reward, gamma=args.gamma)
         model = PPO(
-            "CnnPolicy", envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.num_steps,
+            policy, envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.num_steps,
             n_epochs=args.update_epochs, gamma=args.gamma, gae_lambda=args.gae_lambda, clip_range=args.clip_coef,
             batch_size=args.num_envs * args.num_steps // args.num_minibatches, ent_coef=args.ent_coef,
-            vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, seed=seed, device="cpu",
+            vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, policy_kwargs=layers, seed=seed, device="cpu",
         )  # fmt: skip
+        every = args.num_steps * args.num_envs
     model.learn(total, callback=Log())
     return rows
 

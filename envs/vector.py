@@ -7,6 +7,7 @@ and say in infos
 
     "ready", "closed"               which slots ask for an action now; whose last action has its reward now
     "final_obs", "is_success"       by slot, when an episode ends; the latter where the env tells
+    "action_mask"                   where actions are discrete: True where a choice is allowed; all branches in a row
     "restarted", "stats"            Unity's: whose open decisions will never be closed; what the game counts
 
 Observations and actions are vectors: what an env nests is flattened.
@@ -95,6 +96,13 @@ def make_env(env_id, **kwargs):
     return env
 
 
+def count_choices(space):
+    """Of all branches; 0 where actions are continuous."""
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.n)
+    return int(space.nvec.sum()) if isinstance(space, gym.spaces.MultiDiscrete) else 0
+
+
 def check_finite(rewards, obs):
     """What is not a number would poison the statistics, and then the weights."""
     if np.isfinite(obs).all() and np.isfinite(rewards).all():
@@ -115,12 +123,22 @@ class SyncEnvs:
         self.envs, self.num_envs = envs, len(envs)
         self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
         self.everybody, self.nobody = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        self.masks, choices = {}, count_choices(self.single_action_space)
+        if choices:
+            self.masks["action_mask"] = np.ones((self.num_envs, choices), bool)
+        self.masked = choices and hasattr(envs[0].unwrapped, "action_masks")  # as sb3-contrib asks for them
         self.zeros = np.zeros(self.num_envs * gym.spaces.flatdim(self.single_observation_space), np.float32)
 
     def reset(self, seed):
         self.episodes = [({"seed": seed + i}, []) for i in range(self.num_envs)]  # how it began, and the actions since
         obs = self._gather([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)])
-        return obs, {"ready": self.everybody, "closed": self.nobody}
+        return obs, {"ready": self.everybody, "closed": self.nobody} | self.mask()
+
+    def mask(self):
+        if self.masked:
+            rows = [np.hstack(env.unwrapped.action_masks()) for env in self.envs]  # of all branches
+            self.masks = {"action_mask": np.array(rows, bool)}
+        return self.masks
 
     def state(self):
         """What brings the envs back to where they are: how their episodes began, and all actions since. None if one is
@@ -143,7 +161,7 @@ class SyncEnvs:
                 obs, *_ = env.step(action)
             self.episodes.append((begin, actions))
             last.append(obs)
-        return self._gather(last), {"ready": self.everybody, "closed": self.nobody}
+        return self._gather(last), {"ready": self.everybody, "closed": self.nobody} | self.mask()
 
     def _gather(self, observations):
         return np.stack(observations).astype(np.float32)
@@ -167,7 +185,7 @@ class SyncEnvs:
             check_finite(rewards, obs)
         if "final_obs" in infos:
             check_finite(rewards, np.stack([infos["final_obs"].get(i, row) for i, row in enumerate(obs)]))
-        return obs, rewards, terminated, truncated, infos
+        return obs, rewards, terminated, truncated, infos | self.mask() if self.masks else infos
 
     def close(self):
         for env in self.envs:

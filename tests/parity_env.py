@@ -85,6 +85,42 @@ class Square(gym.Env):
         return np.zeros((2, 2), np.float32), float(np.trace(action)), False, False, {}
 
 
+class Branches(Parity):
+    """Choices in the place of numbers."""
+
+    action_space = gym.spaces.MultiDiscrete([3, 2])
+
+    def step(self, action):
+        push, noise = np.array([action[0] - 1, action[1] - 0.5, 0.3]), self.np_random.standard_normal(3)
+        self.x = 0.9 * self.x + 0.4 * push + 0.05 * noise
+        reward = float(1 + 3 * self.x[0] - self.x[1] ** 2)
+        return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.55), False, {}
+
+
+class MaskedBranches(Branches):
+    """Where it may go depends on where it is."""
+
+    def action_masks(self):
+        """As sb3-contrib asks for them: of all branches, one after another."""
+        left, right = self.x[0] > -0.3, self.x[0] < 0.3
+        return np.array([left, True, right, self.x[1] > -0.2, self.x[1] <= 0.2])
+
+    def step(self, action):
+        assert all(self.action_masks()[[action[0], 3 + action[1]]]), "nothing forbidden arrives"
+        return super().step(action)
+
+
+class Masked(MaskedBranches):
+    action_space = gym.spaces.Discrete(3)
+
+    def action_masks(self):
+        return super().action_masks()[:3]
+
+    def step(self, action):
+        assert self.action_masks()[action], "nothing forbidden arrives"
+        return Branches.step(self, np.array([action, 1]))
+
+
 class ParityPixels(DummyPixels):
     """The dot's task, which also ends at the left edge."""
 
@@ -118,6 +154,9 @@ class Dies(DummyPixels):
 
 
 gym.register("Parity-v0", Parity, max_episode_steps=7)
+gym.register("Branches-v0", Branches, max_episode_steps=7)
+gym.register("Masked-v0", Masked, max_episode_steps=7)
+gym.register("MaskedBranches-v0", MaskedBranches, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)

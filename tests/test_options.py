@@ -7,6 +7,7 @@ import parity_env  # noqa: F401
 import pytest
 
 import ppo_continuous_multiagent as ppo
+import ppo_discrete_multiagent as discrete
 import ppo_pixel as pixel
 import sac_continuous as sac
 
@@ -14,6 +15,7 @@ VECTORS = "--env-id parity_env:Parity-v0 --hidden-sizes 4"
 IMAGES = "--env-id parity_env:ParityPixels-v0 --num-envs 1 --features 4"
 SMALL = {
     ppo: f"{VECTORS} --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 16",
+    discrete: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-steps 8 --num-minibatches 2 --total-timesteps 16",
     sac: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
     pixel: f"{IMAGES} --num-steps 4 --num-minibatches 2 --update-epochs 1 --total-timesteps 4",
 }

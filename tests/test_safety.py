@@ -474,6 +474,9 @@ def test_an_empty_string_is_an_error(option, monkeypatch):
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "Box2D", None)  # as if it were not installed
     with pytest.raises(SystemExit, match="--env-id BipedalWalker-v3 can't be made: .*[Bb]ox2") as caught:
         call(monkeypatch, "--env-id", "BipedalWalker-v3")
     assert len(str(caught.value).strip().splitlines()) == 1 and not Path("runs").exists()
