@@ -202,6 +202,8 @@ class Rollout:
     """Decisions in the order in which they were asked for, a row each. A row is open until it is known what came of
     it."""
 
+    COLUMNS = ("obs", "masks", "actions", "slot", "ended", "rewards", "returns")
+
     def __init__(self, capacity, n, obs_dim, branches):
         self.obs, self.actions = np.zeros((capacity, obs_dim), np.float32), np.zeros((capacity, len(branches)), int)
         self.masks = np.ones((capacity, sum(branches)), bool)
@@ -215,7 +217,7 @@ class Rollout:
         """These slots ask for actions."""
         first, self.count = self.count, self.count + len(who)
         if self.count > len(self.slot):  # players that were lost left rows behind
-            for name in ("obs", "masks", "actions", "slot", "ended", "rewards", "returns", "closed"):
+            for name in (*self.COLUMNS, "closed"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros_like(getattr(self, name))]))
         self.obs[first : self.count], self.masks[first : self.count], self.slot[first : self.count] = obs, mask, who
         self.row[who] = np.arange(first, self.count)
@@ -252,7 +254,7 @@ class Rollout:
         stays = self.slot[: self.count] >= 0
         stays[used] = False
         rows, new = np.flatnonzero(stays), np.cumsum(stays) - 1
-        for column in (self.obs, self.masks, self.actions, self.slot, self.ended, self.rewards, self.returns):
+        for column in (getattr(self, name) for name in self.COLUMNS):
             column[: len(rows)] = column[rows]
         left = self.closed[len(used) : self.num_closed]
         self.closed[: len(left)] = new[left]

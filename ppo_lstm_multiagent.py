@@ -15,26 +15,8 @@ What memory changes in ppo_discrete_multiagent.py, which explains the rest:
  - The exported model has recurrent_in and recurrent_out, of --memory-size numbers: the policy's, as ML-Agents has it.
  - The update is not compiled: no two minibatches have the same shape.
 
-One row per decision. Agents that decide at their own pace fill no (num_steps, num_envs) rectangle, so rows are kept as
-they come and then ordered agent by agent: an agent's rows stand together, in time. A rollout ends when batch_size rows
-are closed. An agent's open row is its bootstrap, and the first row of its next rollout. With gymnasium envs this is the
-usual rectangle, and SB3's numbers.
-
-What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at the lines:
- 1. SB3's VecNormalize and gymnasium's wrappers update their statistics at every step. Here they are part of the agent
-    and change between iterations only: what acts is what learns, the first ratio is 1, and a saved agent carries them.
- 2. SB3's loss has vf_coef * mse, CleanRL's and ours vf_coef * 0.5 * mse: our --vf-coef 1.0 is SB3's 0.5.
- 3. SB3's value clipping takes the clipped error alone, CleanRL's and ours the larger one; SB3 and we have it off by
-    default.
- 4. SB3 anneals from the progress after the rollout (the last update has a rate of 0), CleanRL and we from the progress
-    before it.
- 5. CleanRL treats a time limit as a death. SB3 and we bootstrap with the value of the final observation.
- 6. CleanRL shuffles time by time and in place; SB3 and we draw a fresh permutation of the rows agent by agent.
- 7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
- 8. Adam and the gradient's norm work on one flat vector, log-probs are computed after the rollout in one batch, and GAE
-    in double precision: sums in another order, so parity with SB3 holds to rounding and not to the bit.
- 9. SB3 divides an observation by its std however small (from 1e-4 on), here it is by --min-obs-std at least: what only
-    trembles in training, and moves elsewhere, would fill the policy's input.
+What differs from Stable-Baselines3 (SB3) and from CleanRL: the numbers at the lines are those of that script's list.
+sb3-contrib's RecurrentPPO cuts a sequence in two at random, once an epoch; here none is cut but at --sequence-length.
 """
 
 import os
@@ -238,6 +220,10 @@ class Agent(nn.Module):
         action = torch.cat(chosen, 1)
         return action, action + self.start, torch.cat([actors, critics], 1)
 
+    def get_value(self, obs, memory):
+        out, _ = self.critic_memory.step(self.critic_layers(self.obs_rms(obs)), memory.chunk(2, 1)[1])
+        return self.critic(out).flatten()
+
     def forward(self, obs, mask, memory, action, sizes=None):
         """Log-probs of the actions, the mean entropy, values. sizes: of packed sequences, and memory is that of their
         first rows; None: every row is a sequence of its own."""
@@ -252,6 +238,8 @@ class Agent(nn.Module):
 class Rollout:
     """Decisions in the order in which they were asked for, a row each. A row is open until it is known what came of
     it."""
+
+    COLUMNS = ("obs", "masks", "memory", "actions", "slot", "ended", "rewards", "returns")
 
     def __init__(self, capacity, n, obs_dim, branches, memory):
         self.obs, self.actions = np.zeros((capacity, obs_dim), np.float32), np.zeros((capacity, len(branches)), int)
@@ -268,7 +256,7 @@ class Rollout:
         """These slots ask for actions."""
         first, self.count, self.asked = self.count, self.count + len(who), len(who)
         if self.count > len(self.slot):  # players that were lost left rows behind
-            for name in ("obs", "masks", "memory", "actions", "slot", "ended", "rewards", "returns", "closed"):
+            for name in (*self.COLUMNS, "closed"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros_like(getattr(self, name))]))
         self.obs[first : self.count], self.masks[first : self.count], self.slot[first : self.count] = obs, mask, who
         self.memory[first : self.count], self.row[who] = self.now[who], np.arange(first, self.count)
@@ -306,16 +294,7 @@ class Rollout:
         stays = self.slot[: self.count] >= 0
         stays[used] = False
         rows, new = np.flatnonzero(stays), np.cumsum(stays) - 1
-        for column in (
-            self.obs,
-            self.masks,
-            self.memory,
-            self.actions,
-            self.slot,
-            self.ended,
-            self.rewards,
-            self.returns,
-        ):
+        for column in (getattr(self, name) for name in self.COLUMNS):
             column[: len(rows)] = column[rows]
         left = self.closed[len(used) : self.num_closed]
         self.closed[: len(left)] = new[left]
@@ -363,11 +342,8 @@ def make_batch(agent, rollout, used, reward_scale, args):
     value = values.double().cpu().numpy()
     next_values = np.where(closed & ~ended, np.roll(value, -1), 0.0)
     if rollout.finals:
-        final_obs, after = (
-            torch.as_tensor(np.stack(x), device=args.device) for x in zip(*rollout.finals.values(), strict=True)
-        )
-        some = masks[:1].expand(len(after), -1), actions[:1].expand(len(after), -1)  # values are the same for any
-        next_values[place[list(rollout.finals)]] = agent(final_obs, some[0], after, some[1])[2].cpu()
+        final = [np.stack(x) for x in zip(*rollout.finals.values(), strict=True)]  # observations, what is remembered
+        next_values[place[list(rollout.finals)]] = agent.get_value(*fast.tensors(args.device, *final)).cpu()
     agent.train()
 
     rewards = np.clip(rewards * reward_scale, -10, 10) if args.norm_reward else rewards
@@ -385,8 +361,7 @@ def make_batch(agent, rollout, used, reward_scale, args):
 
 
 def loss(agent, mb, sizes, args):
-    """The objective on a minibatch, and what is logged of it. Change it here: whatever is read from args stays live
-    when it is compiled."""
+    """The objective on a minibatch, and what is logged of it. Change it here."""
     newlogprob, entropy, newvalue = agent(mb.obs, mb.masks, mb.memory, mb.actions, sizes)
     logratio = newlogprob - mb.logprobs
     ratio = logratio.exp()
@@ -447,7 +422,6 @@ def minibatches(begins, args):
             yield *(torch.as_tensor(x, device=args.device) for x in (rows, starts[some])), torch.as_tensor(sizes)
 
 
-@torch.no_grad()
 def play(agent, spec, n):
     """For --evaluate: a policy that remembers, for each slot."""
     acting, memory, act = fast.Acting(agent, deterministic=True), np.zeros((n, 2 * spec["memory"]), np.float32), None
