@@ -306,6 +306,70 @@ class Functional(nn.Module):
         return functional_call(self, parameters, inputs)
 
 
+# Memory
+
+
+class _Lstm(torch.autograd.Function):
+    """The steps of packed sequences in numpy: for small batches torch's take several times as long. (network, row,
+    number) in all arrays; gates in torch's order, input, forget, cell, output."""
+
+    @staticmethod
+    def forward(ctx, pre, kept, memory, sizes):
+        gates, kept, (h, c) = pre.detach().numpy().copy(), kept.detach().numpy(), np.split(memory.numpy(), 2, -1)
+        width, ends = h.shape[-1], np.cumsum(sizes.numpy()).tolist()
+        scale = np.repeat(np.array([0.5, 0.5, 1, 0.5], np.float32), width)  # sigmoid(x) is (1 + tanh(x / 2)) / 2
+        out, before, cells, bent = (np.empty((*gates.shape[:2], width), np.float32) for _ in range(4))
+        back = np.ascontiguousarray(kept.transpose(0, 2, 1))
+        for end, size in zip(ends, sizes.tolist(), strict=True):
+            rows, h, c = slice(end - size, end), h[:, :size], c[:, :size]
+            before[:, rows], cells[:, rows], z = h, c, gates[:, rows]
+            z += h @ back
+            z *= scale
+            np.tanh(z, out=z)
+            for gate in (z[..., : 2 * width], z[..., 3 * width :]):
+                gate += 1
+                gate *= 0.5
+            i, f, g, o = (z[..., k * width : (k + 1) * width] for k in range(4))
+            c = f * c + i * g
+            bent[:, rows] = np.tanh(c)
+            h = out[:, rows] = o * bent[:, rows]
+        ctx.kept = gates, kept, before, cells, bent, sizes.tolist(), ends
+        return torch.from_numpy(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gates, kept, before, cells, bent, sizes, ends = ctx.kept
+        width, grad, out = before.shape[-1], grad.numpy(), np.empty_like(gates)
+        dh, dc = np.zeros((2, len(kept), sizes[0], width), np.float32)
+        i, f, g, o = (gates[..., k * width : (k + 1) * width] for k in range(4))
+        # What does not depend on the step after: slopes of the gates, and of the output by the cells.
+        slopes = np.concatenate([g * i * (1 - i), cells * f * (1 - f), i * (1 - g * g), bent * o * (1 - o)], -1)
+        opens = o * (1 - bent * bent)
+        for end, size in zip(reversed(ends), reversed(sizes), strict=True):
+            rows = slice(end - size, end)
+            dh_now = grad[:, rows] + dh[:, :size]
+            dc_now = dc[:, :size] + dh_now * opens[:, rows]
+            z = out[:, rows]
+            for k, by in enumerate((dc_now, dc_now, dc_now, dh_now)):
+                part = slice(k * width, (k + 1) * width)
+                np.multiply(by, slopes[:, rows, part], out=z[..., part])
+            dh[:, :size], dc[:, :size] = z @ kept, dc_now * f[:, rows]
+        return torch.from_numpy(out), torch.from_numpy(out.transpose(0, 2, 1) @ before), None, None
+
+
+def lstm(pre, kept, memory, sizes):
+    """Outputs of LSTMs side by side, over packed sequences. pre: their gates before what was kept comes in, biases
+    and all, (network, row, gate); kept: the weights of that, (network, gate, width); memory: outputs and cells that the
+    sequences begin with, (network, sequence, 2 width); sizes: how many sequences reach each step."""
+    if pre.device.type == "cpu":
+        return _Lstm.apply(pre, kept, memory, sizes)
+    none, same, outs = pre.new_zeros(pre.shape[-1]), torch.eye(pre.shape[-1], device=pre.device), []
+    for x, weight, (h, c) in zip(pre, kept, (m.chunk(2, 1) for m in memory), strict=True):
+        first = [h[None].contiguous(), c[None].contiguous()]
+        outs.append(torch.lstm(x, sizes, first, [same, weight, none, none], True, 1, 0.0, False, False)[0])
+    return torch.stack(outs)
+
+
 # Compiling
 
 

@@ -180,12 +180,6 @@ class Memory(nn.Module):
         h = o.sigmoid() * c.tanh()
         return h, torch.cat([h, c], 1)
 
-    def forward(self, x, memory, sizes):
-        """Outputs of packed sequences. memory: of their first rows."""
-        weights = [self.seen.weight, self.kept.weight, self.seen.bias, self.kept.bias]
-        first = [part[None].contiguous() for part in memory.chunk(2, 1)]
-        return torch.lstm(x, sizes, first, weights, True, 1, 0.0, False, False)[0]
-
 
 class Agent(nn.Module):
     """What acts, learns, is saved, evaluated and exported: the statistics of the observations are part of it. spec: the
@@ -228,11 +222,14 @@ class Agent(nn.Module):
         """Log-probs of the actions, the mean entropy, values. sizes: of packed sequences, and memory is that of their
         first rows; None: every row is a sequence of its own."""
         x, sizes = self.obs_rms(obs), torch.tensor([len(obs)]) if sizes is None else sizes
-        actors, critics = memory.chunk(2, 1)
-        policy = self.choices(self.actor_memory(self.actor_layers(x), actors, sizes), mask)
+        memories, layers = (self.actor_memory, self.critic_memory), (self.actor_layers, self.critic_layers)
+        gates = [m.seen(layer(x)) + m.kept.bias for m, layer in zip(memories, layers, strict=True)]
+        weights = torch.stack([m.kept.weight for m in memories])
+        y, v = fast.lstm(torch.stack(gates), weights, torch.stack(memory.chunk(2, 1)), sizes)
+        policy = self.choices(y, mask)
         logprob = sum(p.gather(1, a) for p, a in zip(policy, action.split(1, 1), strict=True)).squeeze(1)
         entropy = -sum((p.exp() * p).sum(1) for p in policy).mean()
-        return logprob, entropy, self.critic(self.critic_memory(self.critic_layers(x), critics, sizes)).flatten()
+        return logprob, entropy, self.critic(v).flatten()
 
 
 class Rollout:

@@ -109,21 +109,32 @@ def test_first_rollout_and_losses_are_those_of_recurrent_ppo(num_envs, monkeypat
 
 
 def test_memory_is_torchs_lstm():
-    memory, theirs = ppo.Memory(5, 6), torch.nn.LSTM(5, 6)
-    pairs = {"weight_ih_l0": memory.seen.weight, "weight_hh_l0": memory.kept.weight}
-    pairs |= {"bias_ih_l0": memory.seen.bias, "bias_hh_l0": memory.kept.bias}
-    theirs.load_state_dict(pairs)
-    x, state = torch.randn(7, 3, 5), torch.randn(3, 12)
-    with torch.no_grad():
-        expected, (h, c) = theirs(x, tuple(part[None].contiguous() for part in state.chunk(2, 1)))
-        packed = memory(x.reshape(21, 5), state, torch.full((7,), 3)).reshape(7, 3, 6)
-        steps = []
-        for row in x:
-            out, state = memory.step(row, state)
-            steps.append(out)
-    np.testing.assert_allclose(packed, expected, atol=1e-6)
-    np.testing.assert_allclose(torch.stack(steps), expected, atol=1e-6)
-    np.testing.assert_allclose(state, torch.cat([h[0], c[0]], 1), atol=1e-6)
+    """Step by step, in numpy over packed sequences, and its gradient."""
+    rng, memories = np.random.default_rng(0), [ppo.Memory(5, 6) for _ in range(2)]
+    lengths = np.sort(rng.integers(1, 9, 4))[::-1].copy()
+    sizes = torch.as_tensor((lengths > np.arange(lengths[0])[:, None]).sum(1))
+    x, state, by = torch.randn(2, int(sizes.sum()), 5), torch.randn(2, 4, 12), torch.randn(2, int(sizes.sum()), 6)
+    gates = torch.stack([m.seen(part) + m.kept.bias for m, part in zip(memories, x, strict=True)])
+    outs = fast.lstm(gates, torch.stack([m.kept.weight for m in memories]), state, sizes)
+    ours = torch.autograd.grad((outs * by).sum(), [p for m in memories for p in m.parameters()])
+    for k, memory in enumerate(memories):
+        theirs = torch.nn.LSTM(5, 6)
+        pairs = {"weight_ih_l0": memory.seen.weight, "weight_hh_l0": memory.kept.weight}
+        theirs.load_state_dict(pairs | {"bias_ih_l0": memory.seen.bias, "bias_hh_l0": memory.kept.bias})
+        packed = torch.nn.utils.rnn.PackedSequence(x[k], sizes)
+        expected, _ = theirs(packed, tuple(part[None].contiguous() for part in state[k].chunk(2, 1)))
+        np.testing.assert_allclose(outs[k].detach(), expected.data.detach(), atol=1e-6)
+        (expected.data * by[k]).sum().backward()
+        grads = [theirs.weight_ih_l0, theirs.bias_ih_l0, theirs.weight_hh_l0, theirs.bias_hh_l0]
+        for a, b in zip(ours[4 * k : 4 * k + 4], grads, strict=True):
+            np.testing.assert_allclose(a, b.grad, atol=1e-5)
+        with torch.no_grad():
+            now, first = state[k, :1], []
+            for step in range(int(lengths[0])):  # the longest sequence is the first of each step
+                out, now = memory.step(x[k, [int(sizes[:step].sum())]], now)
+                first.append(out[0])
+        at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        np.testing.assert_allclose(torch.stack(first), expected.data.detach()[at], atol=1e-6)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 20), st.integers(1, 9))
