@@ -73,11 +73,8 @@ def describe_seen(args, envs):
     seen, action = envs.single_observation_space, envs.single_action_space
     images = {name: space.shape for name, space in getattr(seen, "spaces", {}).items() if name != "vector"}
     if not images:
-        other = (
-            "ppo_continuous_multiagent.py takes vectors"
-            if isinstance(action, gym.spaces.Box)
-            else "no script here takes vectors with discrete actions"
-        )
+        kind = "continuous" if isinstance(action, gym.spaces.Box) else "discrete"
+        other = f"ppo_{kind}_multiagent.py takes vectors"
         way = "; --from-pixels renders it" if hasattr(envs, "num_workers") and is_mujocos(args.env_id) else ""
         raise ValueError(f"{args.env_id} has no images in its observations {seen}: {other}{way}")
     vector = seen["vector"].shape[0] if "vector" in seen.spaces else 0

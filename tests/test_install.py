@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-PINS = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+PINS = dict(re.findall(r"^([\w-]+)(?:\[[\w,]+\])?==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
 
 
 def test_every_requirement_is_pinned_exactly_and_installed():

@@ -259,14 +259,14 @@ def test_evaluation_takes_equally_many_episodes_of_every_agent():
             return np.zeros((3, 2), np.float32), np.ones(3), done, np.zeros(3, bool), infos
 
     agent = ppo.Agent(spec(2, 1), ppo.Args(**SMALL))
-    returns, lengths, _ = policies.evaluate(policies.play_vectors(agent, None, 3), Envs(), 9, 1)
+    returns, lengths, _ = policies.evaluate(policies.play_vectors(agent, {}, 3), Envs(), 9, 1)
     assert sorted(returns) == sorted(lengths) == [1] * 3 + [10] * 3 + [100] * 3
 
 
 def test_evaluation_on_a_scene_counts_decisions():
     agent = ppo.Agent(spec(8, 2), ppo.Args(**SMALL))
     with closing(UnityVecEnv("3DBall", seed=3)) as envs:
-        returns, lengths, _ = policies.evaluate(policies.play_vectors(agent, None, 12), envs, 24, 3)
+        returns, lengths, _ = policies.evaluate(policies.play_vectors(agent, {}, 12), envs, 24, 3)
     assert len(returns) == 24
     np.testing.assert_allclose(returns, 0.1 * (lengths - 1) - 1, atol=1e-3)  # 0.1 a decision, -1 for the fall
 

@@ -649,7 +649,7 @@ def test_export_of_a_scene_has_its_sensors(spy, monkeypatch):
             "(10,), float32)): ppo_continuous_multiagent.py takes vectors; --from-pixels renders it",
         ),
         ("--env-id 3DBall", "ppo_continuous_multiagent.py takes vectors"),
-        ("--env-id CartPole-v1", "no script here takes vectors with discrete actions"),
+        ("--env-id CartPole-v1", "ppo_discrete_multiagent.py takes vectors"),
         ("--env-id DummyPixel-v0", "did you mean DummyPixels-v0"),
         (
             "--env-id CartPole-v1 --from-pixels",

@@ -222,7 +222,7 @@ def refuses(match, *args, **kwargs):
 
 
 def test_path_that_is_not_there():
-    refuses("nowhere/Game: no player there. .*Bundled scenes: 3DBall, Crawler", "nowhere/Game")
+    refuses("nowhere/Game: no player there. .*Bundled scenes: 3DBall, Basic, Crawler", "nowhere/Game")
     refuses("Did you mean Crawler", "Crawlr")
 
 
