@@ -159,7 +159,7 @@ def make_sb3(kind, args):
             clip_range=args.clip_coef, clip_range_vf=args.clip_coef if args.clip_vloss else None,
             normalize_advantage=args.norm_adv, ent_coef=args.ent_coef, vf_coef=0.5 * args.vf_coef,
             max_grad_norm=args.max_grad_norm, target_kl=args.target_kl,
-            policy_kwargs=policy_kwargs | dict(log_std_init=args.logstd_init), **same,
+            policy_kwargs=policy_kwargs | dict(log_std_init=getattr(args, "logstd_init", 0.0)), **same,
         )  # fmt: skip
     model.set_logger(configure(None, []))
     return model
@@ -272,7 +272,7 @@ def counterparts(kind, agent, state):
 
     out = {"actor_logstd": state["log_std"]} if "log_std" in state else {}
     if kind == "PPO":
-        pair("actor_mean", "mlp_extractor.policy_net", "action_net")
+        pair("actor_mean" if hasattr(agent, "actor_mean") else "actor", "mlp_extractor.policy_net", "action_net")
         pair("critic", "mlp_extractor.value_net", "value_net")
     elif kind == "pixels":
         pair("encoders", "features_extractor")
@@ -582,6 +582,8 @@ def load(path):
     missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         raise ValueError(f"{path} has no {missing[0]}: this takes the PPO and SAC scripts and changed copies of them")
+    if hasattr(module, "Memory"):
+        raise ValueError(f"{path} remembers, which SB3's PPO does not: docs/lstm.md says how it stands to RecurrentPPO")
     kind = "SAC" if hasattr(module, "Buffer") else "pixels" if "images" in inspect.getsource(module.Agent) else "PPO"
     return module, kind
 

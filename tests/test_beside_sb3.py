@@ -66,6 +66,17 @@ def test_ppo_agrees(beside, more):
     assert len(columns(text)) == 12 and "-" not in columns(text)
 
 
+def test_ppo_for_choices_agrees(beside):
+    text, _ = beside("ppo_discrete_multiagent.py", PPO.replace("Parity-v0", "Branches-v0"))
+    assert "All quantities agree to 0.0001, in all 3 iteration(s)." in text and "*" not in text
+    assert len(columns(text)) == 12 and "-" not in columns(text)
+
+
+def test_a_script_that_remembers_is_not_sb3s(beside):
+    with pytest.raises(ValueError, match="remembers, which SB3's PPO does not"):
+        beside("ppo_lstm_multiagent.py", PPO)
+
+
 def test_a_target_kl_stops_both(beside):
     text, _ = beside("ppo_continuous_multiagent.py", f"{PPO} --target-kl 0.003 --learning-rate 3e-3")
     assert "All quantities agree" in text
