@@ -31,9 +31,11 @@ NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
 
 
 def choose_gl():
-    """Before MuJoCo's first picture, best before it is imported: without a display it can draw through EGL."""
+    """Before the first picture, best before MuJoCo is imported: without a display it can draw through EGL, and SDL, for
+    gymnasium's classic envs, into memory."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 def cheap(model):

@@ -4,6 +4,7 @@ import sys
 from contextlib import closing
 
 import gymnasium as gym
+import imageio.v3 as imageio
 import numpy as np
 import onnxruntime
 import parity_env  # noqa: F401
@@ -29,6 +30,8 @@ from test_copies import copy_of, saved
 import fast
 import policies
 import ppo_discrete_multiagent as ppo
+from envs.basic import Basic
+from envs.player import Academy
 from envs.vector import make_envs
 from unity_vec_env import UnityVecEnv
 
@@ -323,3 +326,28 @@ def test_basic_is_unitys():
             assert sum(rewards) == pytest.approx(total) and obs[0].argmax() == 10
         obs, reward, *_ = envs.step(np.array([[0]]))
         assert obs[0].argmax() == 10 and reward[0] == pytest.approx(-0.01)
+
+
+def test_a_film_of_a_classic_env_says_nothing_else(empty_folder):
+    """And shows something that moves."""
+    folder = train(ppo, SMALL, total_timesteps=64)
+    line = f"--evaluate {folder} --eval-episodes 1 --capture-video"
+    out = run_script(ppo, line, ".")
+    assert out.returncode == 0 and out.stderr == "" and "evaluation.mp4" in out.stdout
+    frames = imageio.imread(folder / "videos" / "evaluation.mp4")
+    assert len(frames) > 5 and np.abs(frames[0].astype(int) - frames[-1]).mean() > 0.1
+
+
+def test_basics_agent_comes_back_under_another_id():
+    """Unity loads the scene anew."""
+    sent = []
+
+    def exchange(outbox):
+        sent.extend((ids.tolist(), done) for _, ids, _, _, done, _ in outbox)
+        return np.zeros((1, 0)), np.full((1, 1), 2)
+
+    academy = Academy(Basic(1, 0, {}), 1, exchange)
+    for _ in range(16):
+        academy.step()
+    assert [ids for ids, done in sent if done] == [[0], [1]]
+    assert [ids for ids, done in sent if not done] == [[0]] * 7 + [[1]] * 7 + [[2]] * 2
