@@ -173,7 +173,7 @@ class Memory(nn.Module):
             nn.init.uniform_(x, -(width**-0.5), width**-0.5)
 
     def step(self, x, memory):
-        """One decision: the output, and what is remembered."""
+        """One decision: the output, and what is remembered. Change it here: it acts, and it is what is learned."""
         h, c = memory.chunk(2, 1)
         i, f, g, o = (self.seen(x) + self.kept(h)).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -192,6 +192,7 @@ class Agent(nn.Module):
         width = args.memory_size // 2
         self.actor_layers, self.critic_layers = mlp(sizes, args.activation), mlp(sizes, args.activation)
         self.actor_memory, self.critic_memory = Memory(sizes[-1], width), Memory(sizes[-1], width)
+        self.unrolled = fast.Unrolled()
         self.actor = layer_init(nn.Linear(width, sum(spec["branches"])), std=0.01)
         self.critic = layer_init(nn.Linear(width, 1), std=1.0)
         ends = np.cumsum(spec["branches"]).tolist()
@@ -222,10 +223,8 @@ class Agent(nn.Module):
         """Log-probs of the actions, the mean entropy, values. sizes: of packed sequences, and memory is that of their
         first rows; None: every row is a sequence of its own."""
         x, sizes = self.obs_rms(obs), torch.tensor([len(obs)]) if sizes is None else sizes
-        memories, layers = (self.actor_memory, self.critic_memory), (self.actor_layers, self.critic_layers)
-        gates = [m.seen(layer(x)) + m.kept.bias for m, layer in zip(memories, layers, strict=True)]
-        weights = torch.stack([m.kept.weight for m in memories])
-        y, v = fast.lstm(torch.stack(gates), weights, torch.stack(memory.chunk(2, 1)), sizes)
+        memories, inputs = (self.actor_memory, self.critic_memory), (self.actor_layers(x), self.critic_layers(x))
+        y, v = self.unrolled(memories, inputs, memory.chunk(2, 1), sizes)
         policy = self.choices(y, mask)
         logprob = sum(p.gather(1, a) for p, a in zip(policy, action.split(1, 1), strict=True)).squeeze(1)
         entropy = -sum((p.exp() * p).sum(1) for p in policy).mean()

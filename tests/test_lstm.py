@@ -272,6 +272,38 @@ def test_a_changed_copy_acts_as_it_learns(layer, monkeypatch, empty_folder):
     call(script, monkeypatch, "--export", folder)
 
 
+STEP = "c = f.sigmoid() * c + i.sigmoid() * g.tanh()"
+CELLS = {
+    "clipped": (STEP, f"c = ({STEP[4:]}).clamp(-0.1, 0.1)"),
+    "kept otherwise": ("return h, torch.cat([h, c], 1)", "return h, torch.cat([h, 0.5 * c], 1)"),
+    "no bias": ("nn.Linear(width, 4 * width)", "nn.Linear(width, 4 * width, bias=False)"),
+    "as it was": (STEP, STEP),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_another_memory_acts_and_learns_as_it_is_written(cell, monkeypatch, tmp_path, capsys):
+    """Step by step and over sequences it is `step` that is computed, also for the gradient; a line says it is slow."""
+    monkeypatch.chdir(tmp_path)
+    script = copy_of("ppo_lstm_multiagent.py", CELLS[cell])
+    train(script, SMALL | dict(num_envs=2, total_timesteps=256))
+    assert ("Memory is stepped in torch" in capsys.readouterr().out) == (cell != "as it was")
+    agent, sizes = script.Agent(SPEC, script.Args(**SMALL)), torch.tensor([3, 3, 2, 1])
+    obs, mask, first = torch.randn(9, 5), torch.ones(9, 9, dtype=bool), torch.randn(3, 24)
+    actions, rows, at, now = torch.zeros(9, 3, dtype=int), [], 0, first
+    for size in sizes.tolist():
+        _, _, after = agent.act(obs[at : at + size], mask[at : at + size], now[:size])
+        given = obs[at : at + size], mask[at : at + size], now[:size], actions[at : at + size]
+        rows.append(agent(*given)[0])
+        at, now = at + size, after
+    whole = agent(obs, mask, first, actions, sizes)[0]
+    np.testing.assert_allclose(whole.detach(), torch.cat(rows).detach(), atol=1e-5)
+    agent.unrolled.known = False
+    by_steps = agent(obs, mask, first, actions, sizes)[0]
+    ours, theirs = (torch.autograd.grad(x.sum(), agent.actor_memory.kept.weight)[0] for x in (whole, by_steps))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 LINES = [
     ("--env-id CartPole-v1 --memory-size 3", "--memory-size 3: must be even"),
     ("--env-id CartPole-v1 --compile", "--compile: no two minibatches of sequences have the same shape"),
