@@ -19,12 +19,15 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 import fast
+import ranks
 from checkpoints import load, risks
-from envs import SCENES
+from envs import engine
 
 # What may be another when a run goes on.
 FREE = {"resume", "total_timesteps", "unity_path", "base_port", "time_scale", "max_restarts", "device", "compile"}
+FREE |= {"godot_path", "real_time"}
 FREE |= {
+    "rollout_share",
     "trust",
     "track",
     "wandb_project_name",
@@ -75,24 +78,29 @@ class Args:
     unity_path: str | None = None
     """a Unity build to launch, or "editor" to wait for its Play button; with --env-id of a bundled scene it takes that
     one's settings"""
+    godot_path: str | None = None
+    """a Godot game to launch: an exported one, a folder with project.godot, run by $GODOT or `godot`, or "editor", to
+    wait for its Play button; --env-id as for Unity"""
+    real_time: bool = False
+    """show a Godot game in a window, no faster than the clock"""
     behavior: str | None = None
-    """which of a Unity build's behaviors to train, if it has several"""
+    """which of a Unity build's behaviors, or of a Godot game's policies, to train, if it has several"""
     env_parameters: Numbers = field(default_factory=dict)
     """Unity's environment parameters: --env-parameters mass=3 scale=0.5"""
     num_players: int = 1
-    """how many Unity players to launch; their agents are trained together"""
+    """how many players, Unity's or Godot's, to launch; their agents are trained together"""
     max_agents: int | None = None
-    """slots for agents per player; default: as many as there are at the first decision"""
+    """slots for agents per Unity player; default: as many as there are at the first decision"""
     time_scale: float = 20.0
     """Unity's game time per wall time"""
     base_port: int | None = None
-    """first port for Unity players; default: free ports"""
+    """first port for players; default: free ports"""
     player_args: tuple[str, ...] = ()
     """more command line arguments for the players, e.g. --player-args=--agents=20"""
     max_restarts: int = 3
     """how often in a row a player that crashes or hangs is started again"""
     num_envs: int = 1
-    """how many gymnasium envs to step at once (a Unity scene has as many as it has agents)"""
+    """how many gymnasium envs to step at once (a scene has as many as it has agents)"""
     seed: int = 1
     """of the envs, the networks, the actions and the minibatches; of --evaluate: the run's + 1000, so that its episodes
     are new"""
@@ -122,7 +130,11 @@ class Args:
     eval_episodes: int = 20
     """how many, equally many of every agent"""
     export: str | None = None
-    """runs/NAME, or a checkpoint of it: write policy.onnx, for the Model field of Unity's Behavior Parameters"""
+    """runs/NAME, or a checkpoint of it: write policy.onnx, for the Model field of Unity's Behavior Parameters, or
+    for Godot's plugin, and then policy.json too, for envs/godot/policy.gd"""
+    rollout_share: float = 1.0
+    """with torchrun: a rank that lags ends its rollout early once this share of the ranks has finished theirs, as in
+    DD-PPO; 1: none does. Not for SAC, whose ranks step together"""
     trust: bool = False
     """with a checkpoint of another machine: let its arguments start programs and import modules"""
     total_timesteps: int = 1_000_000
@@ -158,24 +170,39 @@ def check(args, above_0=(), from_0=(), from_0_to_1=(), at_most=()):
                 wrong = f"must be at most {highest[name]}"
             if wrong:
                 raise ValueError(f"{option(name)} {x}: {wrong}")
+    if not 0 < args.rollout_share <= 1:
+        raise ValueError(f"--rollout-share {args.rollout_share}: must be above 0, and at most 1")
+    if ranks.SIZE > 1 and "editor" in (args.unity_path, args.godot_path):
+        raise ValueError("--unity-path editor, --godot-path editor: there is one editor, and each rank wants a player")
     for name, value in args.env_parameters.items():
         if not isinstance(value, float) or not math.isfinite(value):
             raise ValueError(f"--env-parameters {name}={value}: must be a finite number")
     if not re.fullmatch(r"[\w.+-]+", args.exp_name) or args.exp_name.startswith("."):
         raise ValueError(f"--exp-name {args.exp_name!r}: must be letters, digits, dots, dashes and underscores")
-    if args.num_envs > 1 and (args.unity_path or args.env_id in SCENES) and args.num_envs != type(args).num_envs:
-        more = "a Unity scene has as many envs as it has agents; more come with --num-players"
+    game = engine(args)
+    if args.unity_path and args.godot_path:
+        raise ValueError("--unity-path and --godot-path: one at a time")
+    if args.num_envs > 1 and game and args.num_envs != type(args).num_envs:
+        more = f"a {game} scene has as many envs as it has agents; more come with --num-players"
         raise ValueError(f"--num-envs {args.num_envs}: {more}")
-    if args.env_kwargs and (args.unity_path or args.env_id in SCENES):
-        raise ValueError("--env-kwargs is for gymnasium envs; a Unity scene takes --env-parameters")
-    if args.env_parameters and not (args.unity_path or args.env_id in SCENES):
-        raise ValueError("--env-parameters is for Unity scenes; a gymnasium env takes --env-kwargs")
+    if args.env_kwargs and game:
+        takes = {"Unity": "--env-parameters", "Godot": "--player-args=--NAME=VALUE"}[game]
+        raise ValueError(f"--env-kwargs is for gymnasium envs; a {game} scene takes {takes}")
+    if args.env_parameters and game != "Unity":
+        takes = "Godot game takes --player-args=--NAME=VALUE" if game else "gymnasium env takes --env-kwargs"
+        raise ValueError(f"--env-parameters is for Unity scenes; a {takes}")
+    if args.max_agents and game == "Godot":
+        raise ValueError(
+            f"--max-agents {args.max_agents}: a Godot game has as many agents as it has, from start to end"
+        )
+    if args.real_time and game != "Godot":
+        raise ValueError("--real-time is for Godot games; a Unity scene takes --time-scale 1")
     if args.compile and not args.resume and not fast.compiler():
         raise ValueError("--compile needs a C++ compiler, on Debian and Ubuntu: apt-get install g++")
     if args.track and not importlib.util.find_spec("wandb"):
         raise ValueError("--track needs Weights & Biases: pip install wandb")
-    if args.capture_video and args.unity_path:
-        other = "Unity's own Recorder package films a Unity build"
+    if args.capture_video and (args.unity_path or args.godot_path):
+        other = "Unity's own Recorder package films a Unity build" if args.unity_path else "--write-movie a Godot game"
         raise ValueError(f"--capture-video films gymnasium envs and bundled scenes; {other}")
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     kind, _, number = args.device.partition(":")
@@ -209,6 +236,7 @@ def describe(args, envs, discrete=False):
         raise ValueError(f"{args.env_id} has actions {action}: {SCRIPTS[kind]} takes them")
     (obs_dim,) = seen.shape
     spec = {"obs_dim": obs_dim, "sensors": getattr(envs, "sensors", [obs_dim])}
+    spec |= {"inputs": envs.inputs} if hasattr(envs, "inputs") else {}  # Godot's have names
     if kind == "continuous":
         return spec | {"action_dim": action.shape[0], **bounds(action)}
     branches = np.ravel(action.n if isinstance(action, gym.spaces.Discrete) else action.nvec).tolist()
@@ -239,7 +267,7 @@ def command_line(script, Args, presets, doc):
     """Arguments, and the checkpoint that they name. What it holds, or the env's settings, are the defaults, so that
     --help shows what would be used."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--env-id", "--unity-path", "--resume", "--evaluate", "--export"):
+    for name in ("--env-id", "--unity-path", "--godot-path", "--resume", "--evaluate", "--export"):
         peek.add_argument(name, name.replace("-", "_").replace("__", "--"))
     given = peek.parse_known_args()[0]
     saved = {name: value for name in ("resume", "evaluate", "export") if (value := getattr(given, name)) is not None}
@@ -260,15 +288,17 @@ def command_line(script, Args, presets, doc):
             raise ValueError(f"{path} was not written on this machine, and would {', '.join(risky.values())}: {own}")
         if "resume" not in saved:
             default = replace(default, seed=default.seed + 1000, capture_video=False)
-    elif given.unity_path and not given.env_id:  # named after the build, and without a bundled scene's settings
-        default = Args(env_id=Path(given.unity_path).stem or "editor", unity_path=given.unity_path)
+    elif (build := given.unity_path or given.godot_path) and not given.env_id:
+        # Named after the build, and without a bundled scene's settings.
+        name = Path(build).resolve().parent.name if Path(build).name == "project.godot" else Path(build).resolve().stem
+        default = Args(env_id=name or "editor", unity_path=given.unity_path, godot_path=given.godot_path)
     else:
         env_id = given.env_id if given.env_id is not None else Args.env_id
         preset = presets.get(env_id.removeprefix("envs:"), {})
         if gone := sorted(set(preset) - {f.name for f in fields(Args)}):
             raise ValueError(f"PRESETS has {gone[0]} for {env_id}, and Args has no such argument: remove it there too")
         default = Args(env_id=env_id, **preset)
-        if given.unity_path == "editor" and default.num_players > 1:  # there is only one
+        if "editor" in (given.unity_path, given.godot_path) and default.num_players > 1:  # there is only one
             more = {"num_steps": default.num_steps * default.num_players} if hasattr(default, "num_steps") else {}
             default = replace(default, num_players=1, **more)
     words = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}  # a flag with a third state

@@ -117,7 +117,7 @@ class Lock:
 # A stranger's checkpoint runs no code when it is loaded, but its arguments could: they can start a program, import a
 # module, name files, log to the network. Those of one's own runs are sealed with a secret of this machine.
 
-RISKY = ("unity_path", "player_args", "env_kwargs", "env_id", "track")
+RISKY = ("unity_path", "godot_path", "player_args", "env_kwargs", "env_id", "track")
 
 
 def secret():
@@ -148,7 +148,8 @@ def risks(state):
     if hmac.compare_digest(state.get("seal") or "-", seal(args) or "+"):
         return {}
     module = args["env_id"].rpartition(":")[0]
-    told = {"unity_path": f"start {args['unity_path']}", "env_id": f"import {module}", "track": "log to the network"}
+    told = {name: f"start {args[name]}" for name in ("unity_path", "godot_path")}
+    told |= {"env_id": f"import {module}", "track": "log to the network"}
     told |= {"player_args": f"give a player {args['player_args']}", "env_kwargs": f"give the env {args['env_kwargs']}"}
     return {name: told[name] for name in RISKY if (module if name == "env_id" else args[name])}
 

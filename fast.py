@@ -106,6 +106,11 @@ def _log_softmax(x, axis):
     return x - np.log(np.exp(x).sum(axis, keepdims=True))
 
 
+def _softmax(x, axis):
+    x = np.exp(x - x.max(axis, keepdims=True))
+    return x / x.sum(axis, keepdims=True)
+
+
 def _multinomial(p, count):
     """As torch draws one of each row's."""
     assert count == 1
@@ -114,6 +119,10 @@ def _multinomial(p, count):
 
 def _argmax(x, axis, keepdims=False):
     return x.argmax(axis, keepdims=keepdims)
+
+
+def _gather(x, axis, places):
+    return np.take_along_axis(x, places, axis)
 
 
 def _cat(parts, axis=0):
@@ -143,6 +152,8 @@ FUNCTIONS = {
     **dict.fromkeys((torch.clamp, "clamp"), _clamp),
     **dict.fromkeys((torch.chunk, "chunk"), lambda x, parts, axis: np.split(x, parts, axis)),
     **dict.fromkeys((torch.log_softmax, "log_softmax"), _log_softmax),
+    **dict.fromkeys((torch.softmax, "softmax"), _softmax),
+    **dict.fromkeys((torch.gather, "gather"), _gather),
     **dict.fromkeys((torch.argmax, "argmax"), _argmax),
     torch.cat: _cat,
     "float": lambda x: x.astype(np.float32),

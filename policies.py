@@ -1,5 +1,6 @@
 """A policy at work: evaluated, filmed, exported. Whatever is done with it, it is `agent.act` that does it."""
 
+import json
 import math
 import warnings
 from contextlib import closing
@@ -12,7 +13,7 @@ import torch.nn as nn
 
 import fast
 from checkpoints import fingerprint, plain, put_back, replacing
-from envs import SCENES
+from envs import engine
 from envs.vector import FILM_STEPS
 
 
@@ -65,7 +66,7 @@ def film(args, make_envs, play, agent, spec, path):
     except ValueError as error:
         raise ValueError(f"--capture-video: {error}") from None
     with closing(envs):
-        scene = args.env_id in SCENES
+        scene = engine(args) is not None
         steps = getattr(envs, "film_steps", FILM_STEPS) if scene else math.inf
         evaluate(play(agent, spec, envs.num_envs), envs, 10**9 if scene else 1, args.seed, steps)
 
@@ -119,9 +120,36 @@ class Exported(nn.Module):
         return ways[0][which], ways[1][which], *constants, *remembered
 
 
+class ExportedForGodot(nn.Module):
+    """The graph that the inference of Godot RL Agents reads: an input for each name of get_obs(), and a state that
+    nobody uses. Its output is the actions in a row, deterministic; of choices the largest number is taken."""
+
+    def __init__(self, agent, spec):
+        super().__init__()
+        self.agent, self.sizes, self.branches = agent, spec["sensors"], spec.get("branches", [])
+        self.inputs, self.outputs = [*spec["inputs"], "state_ins"], ["output", "state_outs"]
+
+    def example(self):
+        return (*(torch.zeros(1, size) for size in self.sizes), torch.zeros(1))
+
+    def forward(self, *inputs):
+        *obs, state = inputs
+        obs = torch.cat(obs, 1) if len(obs) > 1 else obs[0]
+        if not self.branches:
+            return self.agent.act(obs, deterministic=True)[1], state + 0
+        chosen = self.agent.act(obs, torch.ones(1, sum(self.branches)), deterministic=True)[0]
+        where = [torch.arange(size) == choice for size, choice in zip(self.branches, chosen.split(1, 1), strict=True)]
+        return 100.0 * torch.cat(where, 1), state + 0  # so sure that a choice drawn by softmax is the same
+
+
+def fits_godot(spec):
+    """Its plugin's inference has neither images nor memory."""
+    return "inputs" in spec and "images" not in spec and not spec.get("memory")
+
+
 def export(agent, spec, path):
     """Opset 9, as ML-Agents writes it: Unity knows 7 to 15, and torch's newer exporter none of them."""
-    graph = Exported(agent, spec).eval()
+    graph = (ExportedForGodot if fits_godot(spec) else Exported)(agent, spec).eval()
     names = {"input_names": graph.inputs, "output_names": graph.outputs}
     batches = {name: {0: "batch"} for name in (*graph.inputs, *graph.outputs[:2], "recurrent_out")}
     with warnings.catch_warnings():
@@ -129,6 +157,64 @@ def export(agent, spec, path):
         with replacing(path) as temporary:
             settings = {"dynamo": False, "opset_version": 9, "dynamic_axes": batches}
             torch.onnx.export(graph, graph.example(), temporary, **settings, **names)
+
+
+# What envs/godot/policy.gd can do: the operations of ONNX, on vectors.
+OPERATIONS = {
+    "Gemm",
+    "Concat",
+    "Slice",
+    "ReduceMean",
+    "ArgMax",
+    "LogSoftmax",
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Pow",
+    "Equal",
+}
+OPERATIONS |= {"Clip", "Elu", "Relu", "Tanh", "Sigmoid", "Sqrt", "Cast"}
+
+
+def export_for_gdscript(model, path):
+    """The exported graph as JSON, step by step, for policy.gd."""
+    import onnx
+
+    graph, constants, steps = onnx.load(model).graph, {}, []
+    numbers = lambda tensor: onnx.numpy_helper.to_array(tensor).astype(float)
+    constants = {tensor.name: numbers(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        kind, inputs, (out, *others) = node.op_type, list(node.input), node.output
+        if kind in ("Identity", "Constant"):
+            constants[out] = numbers(given["value"]) if kind == "Constant" else constants[inputs[0]]
+        elif kind == "MatMul" and inputs[1] in constants:  # a layer without a bias
+            zeros = f"{out}.bias"
+            constants[inputs[1]], constants[zeros] = constants[inputs[1]].T, np.zeros(constants[inputs[1]].shape[1])
+            steps.append({"op": "Gemm", "in": [*inputs, zeros], "out": out})
+        elif kind == "Split":
+            ends = np.cumsum(given["split"]).tolist()
+            for name, end, size in zip((out, *others), ends, given["split"], strict=True):
+                steps.append({"op": "Slice", "in": inputs, "out": name, "start": end - size, "end": end})
+        elif kind not in OPERATIONS:
+            raise ValueError(f"it has {kind}")
+        elif kind == "Slice":
+            steps.append({"op": kind, "in": inputs, "out": out, "start": given["starts"][0], "end": given["ends"][0]})
+        else:
+            limits = {name: given[name] for name in ("min", "max", "alpha") if name in given and kind != "Gemm"}
+            steps.append({"op": kind, "in": inputs, "out": out} | limits)
+    needed = {"output"}
+    for step in reversed(steps):
+        needed |= set(step["in"]) if step["out"] in needed else set()
+    constants = {
+        name: np.atleast_1d(x.squeeze()) if x.ndim < 2 or 1 in x.shape[:1] else x for name, x in constants.items()
+    }
+    program = {"inputs": [x.name for x in graph.input if x.name in needed]}
+    program["constants"] = {name: x.tolist() for name, x in constants.items() if name in needed}
+    program["steps"] = [step for step in steps if step["out"] in needed]
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(program))
 
 
 def use(args, path, state, script, Agent, make_envs, describe, play):
@@ -147,7 +233,15 @@ def use(args, path, state, script, Agent, make_envs, describe, play):
             export(agent, spec, target)
         except (OSError, RuntimeError) as error:  # a full disk; a layer that opset 9 does not have
             raise ValueError(f"{target} can't be written: {str(error).splitlines()[0]}") from None
-        print(f"Wrote {target}: drop it into a Unity project, and into the Model field of its Behavior Parameters")
+        if not fits_godot(spec):
+            print(f"Wrote {target}: drop it into a Unity project, and into the Model field of its Behavior Parameters")
+            return
+        print(f"Wrote {target}: give it to the plugin's Sync node as Onnx Model Path, in a Godot with .NET")
+        try:
+            export_for_gdscript(target, target.with_suffix(".json"))
+            print(f"Wrote {target.with_suffix('.json')}: for any Godot, with envs/godot/policy.gd")
+        except ValueError as error:
+            print(f"Wrote no policy.json: {error}, which envs/godot/policy.gd does not know")
         return
     agent.to(args.device)
     with closing(make_envs(replace(args, max_restarts=0), args.seed)[0]) as envs:

@@ -1,7 +1,8 @@
-"""Proximal policy optimization for discrete actions, one policy for all agents: Unity scenes and gymnasium envs.
+"""Proximal policy optimization for discrete actions, one policy for all agents: Unity, Godot and gymnasium.
 
     python ppo_discrete_multiagent.py --env-id Basic                            a bundled scene: no Unity needed
     python ppo_discrete_multiagent.py --unity-path ./Builds/MyScene             your Unity build
+    python ppo_discrete_multiagent.py --godot-path ./my_game                    your Godot game
     python ppo_discrete_multiagent.py --env-id CartPole-v1 --num-envs 8         any gymnasium env, discrete actions
     python ppo_discrete_multiagent.py --evaluate runs/NAME --capture-video      also --resume and --export runs/NAME
 
@@ -46,6 +47,7 @@ import torch
 import torch.nn as nn
 
 import fast
+import ranks
 import runs
 from envs.vector import make_envs
 
@@ -55,7 +57,7 @@ class Args(runs.Args):
     exp_name: str = Path(__file__).stem
     """part of the run's name"""
     env_id: str = "Basic"
-    """a bundled scene (Basic), a gymnasium id, or module:id"""
+    """a bundled scene (Basic, PushBlock, GodotRover), a gymnasium id, or module:id"""
     learning_rate: float = 3e-4
     """of Adam"""
     anneal_lr: bool = True
@@ -78,6 +80,8 @@ class Args(runs.Args):
     """clip the value's change by clip_coef too"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
+    anneal_ent: bool = False
+    """let it fall linearly to 0 too, as ML-Agents does"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -105,9 +109,14 @@ PRESETS = {
     "LunarLander-v3": dict(
         num_envs=16, num_steps=1024, num_minibatches=256, update_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01,
     ),
+    "GodotRover": dict(total_timesteps=61_440, num_steps=256, learning_rate=1e-3, gamma=0.98, ent_coef=5e-3),
     "Basic": dict(
         total_timesteps=50_000, player_args=("--agents", "16"), num_steps=16, num_minibatches=8, update_epochs=3,
         gamma=0.9, ent_coef=5e-3, norm_obs=False, norm_reward=False, hidden_sizes=(20,), activation="silu",
+    ),
+    "PushBlock": dict(
+        total_timesteps=500_000, num_steps=64, num_minibatches=16, update_epochs=3, ent_coef=0.01, norm_obs=False,
+        norm_reward=False, hidden_sizes=(256, 256), activation="silu",
     ),
 }  # fmt: skip
 
@@ -137,8 +146,7 @@ class Normalizer(nn.Module):
         return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
 
     def update(self, batch):
-        batch = batch.double()
-        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        mean, var, count = ranks.moments(batch)
         delta, total = mean - self.mean, self.count + count
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
         self.mean += delta * count / total
@@ -322,7 +330,7 @@ def loss(agent, mb, args):
     ratio = logratio.exp()
     advantages = mb.advantages
     if args.norm_adv and len(advantages) > 1:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        advantages = ranks.normalized(advantages)
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
     v_loss = (newvalue - mb.returns) ** 2
     if args.clip_vloss:  # SB3 differs (3)
@@ -351,12 +359,14 @@ def adam_numbers(step, lr):
     return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
 
 
-def update(args, objective, weights, exp_avg, exp_avg_sq, mb_inds, batch, *numbers):
-    """One step on a minibatch. objective: loss() as a function of the agent's weights too."""
+def update(args, objective, weights, exp_avg, exp_avg_sq, mb_inds, batch, rows, *numbers):
+    """One step on a minibatch. objective: loss() as a function of the agent's weights too; rows: of this rank's batch,
+    which is what it weighs."""
     leaf = weights.detach().requires_grad_()
     value, metrics = objective.of([leaf], Batch(*(x[mb_inds] for x in batch)), args)
     (grad,) = torch.autograd.grad(value, leaf)
     with torch.no_grad():
+        grad = ranks.mean(grad, rows)
         grad_norm = grad.norm()
         adam(weights, grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1), exp_avg, exp_avg_sq, *numbers)
     return {name: x.detach() for name, x in metrics.items()} | {"losses/grad_norm": grad_norm}
@@ -377,13 +387,15 @@ def train(args, resumed=None):
         if batch_size % args.num_minibatches:
             size = f"{n} x {args.num_steps} = {batch_size} decisions"
             raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
-        if args.total_timesteps < batch_size:
-            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions"
+        if args.total_timesteps < batch_size * ranks.SIZE:
+            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
             raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
-        minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+        minibatch_size = batch_size // args.num_minibatches
+        num_iterations = args.total_timesteps // (batch_size * ranks.SIZE)
+        total = num_iterations * batch_size * ranks.SIZE
 
         agent = Agent(spec, args).to(args.device)
-        weights, return_rms = fast.Vector(agent), Normalizer()
+        weights, return_rms, ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef
         optimizer = {"exp_avg": torch.zeros_like(weights.data), "exp_avg_sq": torch.zeros_like(weights.data), "step": 0}
         objective, acting = fast.Functional(loss, agent, weights), fast.Acting(agent)
         step = run.compiled(update, num_iterations * args.update_epochs * args.num_minibatches)
@@ -392,16 +404,19 @@ def train(args, resumed=None):
         rows = env_actions.reshape(n, -1)  # the same, a column for each branch
         kept, running = {"optimizer": optimizer, "return_rms": return_rms}, {"discounted": rollout.discounted}
         words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, num_iterations * batch_size, spec, agent, kept, running=running)
+        next_obs, infos = run.start(words, total, spec, agent, kept, running=running)
         ready = np.flatnonzero(infos["ready"])
         obs, mask = next_obs[ready], infos["action_mask"][ready]  # of those who ask for an action
         rollout.open(ready, obs, mask)
 
         for iteration in run.iterations():
-            lr = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
+            left = 1 - run.global_step / total
+            lr = args.learning_rate * (left if args.anneal_lr else 1)  # SB3 differs (4)
+            if args.anneal_ent:
+                args.ent_coef = ent_coef * left
             torch.set_num_threads(1)  # while agents act, the players need the cores
             act = acting.checked(obs, mask)
-            while rollout.num_closed < batch_size:
+            while not run.enough(rollout.num_closed, batch_size):
                 actions, rows[ready] = act(obs, mask)
                 rollout.act(actions)
                 run.spent("act")
@@ -416,13 +431,14 @@ def train(args, resumed=None):
             run.spent("act")
 
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
-            used, metrics = rollout.closed[:batch_size], []
+            (used, num_rows), metrics = ranks.filled(rollout.closed[: rollout.num_closed], batch_size), []
             batch = make_batch(agent, rollout, used, return_rms.scale.item(), args)
             for mb_inds in minibatches(batch_size, minibatch_size, args):
                 state = weights.data, optimizer["exp_avg"], optimizer["exp_avg_sq"]
                 before = [x.clone() for x in state] if args.target_kl is not None else None
-                mb_metrics = step(args, objective, *state, mb_inds, batch, *adam_numbers(optimizer["step"] + 1, lr))
-                if before and mb_metrics["losses/approx_kl"] > 1.5 * args.target_kl:  # CleanRL differs (7)
+                numbers = num_rows, *adam_numbers(optimizer["step"] + 1, lr)
+                mb_metrics = step(args, objective, *state, mb_inds, batch, *numbers)
+                if before and ranks.mean(mb_metrics["losses/approx_kl"]) > 1.5 * args.target_kl:  # CleanRL differs (7)
                     for x, old in zip(state, before, strict=True):
                         x.copy_(old)
                     break

@@ -1,8 +1,9 @@
 """Proximal policy optimization with memory, discrete actions, one policy for all agents: Unity and gymnasium.
 
-    python ppo_lstm_multiagent.py --env-id CartPoleBlind-v0                     must remember: it sees no velocities
+    python ppo_lstm_multiagent.py --env-id Hallway                              a bundled scene: no Unity needed
     python ppo_lstm_multiagent.py --unity-path ./Builds/MyScene                 your Unity build
-    python ppo_lstm_multiagent.py --env-id CartPole-v1 --num-envs 8             any gymnasium env, discrete actions
+    python ppo_lstm_multiagent.py --godot-path ./my_game                        your Godot game
+    python ppo_lstm_multiagent.py --env-id CartPoleBlind-v0 --num-envs 8        any gymnasium env, discrete actions
     python ppo_lstm_multiagent.py --evaluate runs/NAME --capture-video          also --resume and --export runs/NAME
 
 What memory changes in ppo_discrete_multiagent.py, which explains the rest:
@@ -34,6 +35,7 @@ import torch
 import torch.nn as nn
 
 import fast
+import ranks
 import runs
 from envs.vector import make_envs
 
@@ -43,7 +45,7 @@ class Args(runs.Args):
     exp_name: str = Path(__file__).stem
     """part of the run's name"""
     env_id: str = "CartPoleBlind-v0"
-    """a bundled scene (Basic), a gymnasium id, or module:id"""
+    """a bundled scene (Hallway), a gymnasium id, or module:id"""
     learning_rate: float = 3e-4
     """of Adam"""
     anneal_lr: bool = True
@@ -66,6 +68,8 @@ class Args(runs.Args):
     """clip the value's change by clip_coef too"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
+    anneal_ent: bool = False
+    """let it fall linearly to 0 too, as ML-Agents does"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -84,6 +88,8 @@ class Args(runs.Args):
     """numbers that the policy remembers, as ML-Agents counts them: half of them are the LSTM's width"""
     sequence_length: int = 64
     """decisions that a gradient goes back through"""
+    forget_bias: float = 0.0
+    """added to the LSTM's forget gates at the start: they stay open longer, and so does what was seen last"""
     activation: Literal["tanh", "silu"] = "tanh"
     """between the layers; silu is what ML-Agents' networks have, there called swish"""
 
@@ -92,30 +98,22 @@ CLASSIC = dict(num_envs=8, num_steps=128, num_minibatches=4, learning_rate=1e-3,
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=200_000, **CLASSIC),
     "CartPoleBlind-v0": dict(total_timesteps=300_000, **CLASSIC),
-}
+    "Hallway": dict(  # ML-Agents' settings, but for 64 agents and their batch, the learning rate and the forget gates
+        total_timesteps=4_000_000, player_args=("--agents", "64"), num_steps=64, num_minibatches=8, update_epochs=3,
+        learning_rate=5e-4, ent_coef=0.03, norm_obs=False, norm_reward=False, hidden_sizes=(128, 128),
+        activation="silu", forget_bias=2.0,
+    ),
+}  # fmt: skip
 
 
 def check(args):
     if args.compile:
         raise ValueError("--compile: no two minibatches of sequences have the same shape, leave it out")
-    above_0 = (
-        "num_steps",
-        "num_minibatches",
-        "learning_rate",
-        "max_grad_norm",
-        "target_kl",
-        "hidden_sizes",
-        "memory_size",
-    )
-    above_0 = (*above_0, "sequence_length")
+    above_0 = ("num_steps", "num_minibatches", "learning_rate", "max_grad_norm", "target_kl", "hidden_sizes")
+    above_0 += ("memory_size", "sequence_length")
     from_0, from_0_to_1 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "min_obs_std"), ("gamma", "gae_lambda")
-    runs.check(
-        args,
-        above_0,
-        from_0,
-        from_0_to_1,
-        at_most={"update_epochs": 10_000, "hidden_sizes": 2**16, "memory_size": 2**16},
-    )
+    highest = {"update_epochs": 10_000, "hidden_sizes": 2**16, "memory_size": 2**16}
+    runs.check(args, above_0, from_0, from_0_to_1, at_most=highest)
     if args.memory_size % 2:
         raise ValueError(f"--memory-size {args.memory_size}: must be even, half of it is the LSTM's width")
 
@@ -140,8 +138,7 @@ class Normalizer(nn.Module):
         return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
 
     def update(self, batch):
-        batch = batch.double()
-        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        mean, var, count = ranks.moments(batch)
         delta, total = mean - self.mean, self.count + count
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
         self.mean += delta * count / total
@@ -166,11 +163,12 @@ def mlp(sizes, activation):
 class Memory(nn.Module):
     """An LSTM. What it remembers is one vector: its output and its cells."""
 
-    def __init__(self, size, width):
+    def __init__(self, size, width, forget_bias=0.0):
         super().__init__()
         self.seen, self.kept = nn.Linear(size, 4 * width), nn.Linear(width, 4 * width)
         for x in self.parameters():  # as torch's own
             nn.init.uniform_(x, -(width**-0.5), width**-0.5)
+        self.seen.bias.data[width : 2 * width] += forget_bias
 
     def step(self, x, memory):
         """One decision: the output, and what is remembered. Change it here: it acts, and it is what is learned."""
@@ -191,7 +189,7 @@ class Agent(nn.Module):
         self.obs_rms = Normalizer(spec["obs_dim"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
         width = args.memory_size // 2
         self.actor_layers, self.critic_layers = mlp(sizes, args.activation), mlp(sizes, args.activation)
-        self.actor_memory, self.critic_memory = Memory(sizes[-1], width), Memory(sizes[-1], width)
+        self.actor_memory, self.critic_memory = (Memory(sizes[-1], width, args.forget_bias) for _ in range(2))
         self.unrolled = fast.Unrolled()
         self.actor = layer_init(nn.Linear(width, sum(spec["branches"])), std=0.01)
         self.critic = layer_init(nn.Linear(width, 1), std=1.0)
@@ -363,7 +361,7 @@ def loss(agent, mb, sizes, args):
     ratio = logratio.exp()
     advantages = mb.advantages
     if args.norm_adv and len(advantages) > 1:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        advantages = ranks.normalized(advantages)
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
     v_loss = (newvalue - mb.returns) ** 2
     if args.clip_vloss:  # SB3 differs (3)
@@ -400,6 +398,7 @@ def update(args, objective, weights, exp_avg, exp_avg_sq, sequences, batch, *num
     value, metrics = objective.of([leaf], mb, sizes, args)
     (grad,) = torch.autograd.grad(value, leaf)
     with torch.no_grad():
+        grad = ranks.mean(grad, rows=len(mb_inds))
         grad_norm = grad.norm()
         adam(weights, grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1), exp_avg, exp_avg_sq, *numbers)
     return {name: x.detach() for name, x in metrics.items()} | {"losses/grad_norm": grad_norm}
@@ -409,9 +408,9 @@ def minibatches(begins, args):
     """Epoch by epoch: rows, packed; the first rows of their sequences; and how many of these reach each step."""
     ends = [*np.flatnonzero(begins), len(begins)]
     starts = np.concatenate([np.arange(a, b, args.sequence_length) for a, b in itertools.pairwise(ends)])
-    lengths = np.diff(starts, append=len(begins))
+    lengths, count = np.diff(starts, append=len(begins)), min(args.num_minibatches, ranks.least(len(starts)))
     for _ in range(args.update_epochs):
-        for some in np.array_split(np.random.permutation(len(starts)), min(args.num_minibatches, len(starts))):
+        for some in np.array_split(np.random.permutation(len(starts)), count):
             some = some[np.argsort(-lengths[some], kind="stable")]  # as packed sequences stand, the longest first
             sizes = (lengths[some] > np.arange(lengths[some[0]])[:, None]).sum(1)
             rows = np.concatenate([starts[some[:size]] + step for step, size in enumerate(sizes)])
@@ -442,13 +441,15 @@ def train(args, resumed=None):
         if batch_size % args.num_minibatches:
             size = f"{n} x {args.num_steps} = {batch_size} decisions"
             raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
-        if args.total_timesteps < batch_size:
-            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions"
+        if args.total_timesteps < batch_size * ranks.SIZE:
+            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
             raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
-        minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+        minibatch_size = batch_size // args.num_minibatches
+        num_iterations = args.total_timesteps // (batch_size * ranks.SIZE)
+        total = num_iterations * batch_size * ranks.SIZE
 
         agent = Agent(spec, args).to(args.device)
-        weights, return_rms = fast.Vector(agent), Normalizer()
+        weights, return_rms, ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef
         optimizer = {"exp_avg": torch.zeros_like(weights.data), "exp_avg_sq": torch.zeros_like(weights.data), "step": 0}
         objective, acting = fast.Functional(loss, agent, weights), fast.Acting(agent)
         rollout = Rollout(batch_size + 3 * n, n, spec["obs_dim"], spec["branches"], 2 * spec["memory"])
@@ -457,16 +458,19 @@ def train(args, resumed=None):
         kept, running = {"optimizer": optimizer, "return_rms": return_rms}, {"discounted": rollout.discounted}
         running["memory"] = rollout.now
         words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, num_iterations * batch_size, spec, agent, kept, play, running=running)
+        next_obs, infos = run.start(words, total, spec, agent, kept, play, running=running)
         ready = np.flatnonzero(infos["ready"])
         obs, mask = next_obs[ready], infos["action_mask"][ready]  # of those who ask for an action
         rollout.open(ready, obs, mask)
 
         for iteration in run.iterations():
-            lr = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
+            left = 1 - run.global_step / total
+            lr = args.learning_rate * (left if args.anneal_lr else 1)  # SB3 differs (4)
+            if args.anneal_ent:
+                args.ent_coef = ent_coef * left
             torch.set_num_threads(1)  # while agents act, the players need the cores
             act = acting.checked(obs, mask, rollout.now[ready])
-            while rollout.num_closed < batch_size:
+            while not run.enough(rollout.num_closed, batch_size):
                 actions, rows[ready], memory = act(obs, mask, rollout.now[ready])
                 rollout.act(ready, actions, memory)
                 run.spent("act")
@@ -481,13 +485,13 @@ def train(args, resumed=None):
             run.spent("act")
 
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
-            used, metrics = rollout.closed[:batch_size], []
+            used, metrics = rollout.closed[: min(rollout.num_closed, batch_size)], []
             begins, batch = make_batch(agent, rollout, used, return_rms.scale.item(), args)
             for sequences in minibatches(begins, args):
                 state = weights.data, optimizer["exp_avg"], optimizer["exp_avg_sq"]
                 before = [x.clone() for x in state] if args.target_kl is not None else None
                 mb_metrics = update(args, objective, *state, sequences, batch, *adam_numbers(optimizer["step"] + 1, lr))
-                if before and mb_metrics["losses/approx_kl"] > 1.5 * args.target_kl:  # CleanRL differs (7)
+                if before and ranks.mean(mb_metrics["losses/approx_kl"]) > 1.5 * args.target_kl:  # CleanRL differs (7)
                     for x, old in zip(state, before, strict=True):
                         x.copy_(old)
                     break

@@ -2,6 +2,7 @@
 
     python ppo_pixel.py --env-id GridWorld                                      a bundled scene: no Unity needed
     python ppo_pixel.py --unity-path ./Builds/MyScene                           your Unity build
+    python ppo_pixel.py --godot-path ./my_game                                  your Godot game
     python ppo_pixel.py --env-id DummyPixels-v0                                 any gymnasium env that has images
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels --num-workers 2       any of its MuJoCo envs, rendered
     python ppo_pixel.py --evaluate runs/NAME --capture-video                    also --resume and --export runs/NAME
@@ -44,8 +45,9 @@ import torch
 import torch.nn as nn
 
 import fast
+import ranks
 import runs
-from envs import SCENES
+from envs import engine
 from envs.pixels import describe_seen, make_envs
 
 
@@ -66,7 +68,7 @@ class Args(runs.Args):
     action_repeat: int = 1
     """how often a gymnasium env gets each action; only the last image is seen"""
     num_envs: int = 8
-    """how many gymnasium envs to step at once (a Unity scene has as many as it has agents)"""
+    """how many gymnasium envs to step at once (a scene has as many as it has agents)"""
     num_workers: int = 0
     """how many processes to step gymnasium envs in, several envs in each; 0: in this one"""
     learning_rate: float = 3e-4
@@ -91,6 +93,8 @@ class Args(runs.Args):
     """clip the value's change by clip_coef too"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
+    anneal_ent: bool = False
+    """let it fall linearly to 0 too, as ML-Agents does"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -113,8 +117,10 @@ class Args(runs.Args):
 
 # Whatever the command line says wins. GridWorld has the discount and entropy bonus of ML-Agents' official settings.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
+ROVER = ("--camera=48", "--disable-render-loop")  # it draws when it is asked to
 PRESETS = {
     **{f"DummyPixels{kind}-v0": DUMMY for kind in ("", "Discrete", "MultiDiscrete", "Dict")},
+    "GodotRover": dict(DUMMY, gamma=0.98, features=256, ent_coef=5e-3, player_args=ROVER),
     "GridWorld": dict(DUMMY, num_steps=128, num_minibatches=9, ent_coef=5e-3, features=256),
 }
 SMALLEST = {"nature": 36, "impala": 8}  # image that an encoder takes
@@ -127,8 +133,8 @@ def check(args):
     at_most = {"update_epochs": 10_000, "features": 2**16, "image_size": 4096, "frame_stack": 256, "num_workers": 1000}
     runs.check(args, above_0, from_0, from_0_to_1, at_most)
     for name in ("from_pixels", "grayscale", "num_workers"):
-        if getattr(args, name) and (args.unity_path or args.env_id in SCENES):
-            why = "a Unity scene has its own cameras and processes"
+        if getattr(args, name) and engine(args):
+            why = f"a {engine(args)} scene has its own cameras and processes"
             raise ValueError(f"{runs.option(name)} is for gymnasium envs: {why}")
     if args.from_pixels and args.image_size < (size := SMALLEST[args.encoder]):
         raise ValueError(f"--image-size {args.image_size}: --encoder {args.encoder} takes {size} x {size} and more")
@@ -165,8 +171,7 @@ class Normalizer(nn.Module):
         return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
 
     def update(self, batch):
-        batch = batch.double()
-        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        mean, var, count = ranks.moments(batch)
         delta, total = mean - self.mean, self.count + count
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
         self.mean += delta * count / total
@@ -469,7 +474,7 @@ def loss(agent, mb, args):
     ratio = logratio.exp()
     advantages = mb.advantages
     if args.norm_adv and len(advantages) > 1:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        advantages = ranks.normalized(advantages)
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
     v_loss = (newvalue - mb.returns) ** 2
     if args.clip_vloss:  # SB3 differs (3)
@@ -498,12 +503,14 @@ def adam_numbers(step, lr):
     return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
 
 
-def update(args, objective, weights, exp_avg, exp_avg_sq, mb, *numbers):
-    """One step on a minibatch. objective: loss() as a function of the agent's weights too."""
+def update(args, objective, weights, exp_avg, exp_avg_sq, mb, rows, *numbers):
+    """One step on a minibatch. objective: loss() as a function of the agent's weights too; rows: of this rank's batch,
+    which is what it weighs."""
     leaf = weights.detach().requires_grad_()
     value, metrics = objective.of([leaf], mb, args)
     (grad,) = torch.autograd.grad(value, leaf)
     with torch.no_grad():
+        grad = ranks.mean(grad, rows)
         grad_norm = grad.norm()
         adam(weights, grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1), exp_avg, exp_avg_sq, *numbers)
     return {name: x.detach() for name, x in metrics.items()} | {"losses/grad_norm": grad_norm}
@@ -538,14 +545,16 @@ def train(args, resumed=None):
         if batch_size % args.num_minibatches:
             size = f"{n} x {args.num_steps} = {batch_size} decisions"
             raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
-        if args.total_timesteps < batch_size:
-            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions"
+        if args.total_timesteps < batch_size * ranks.SIZE:
+            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
             raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
-        minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+        minibatch_size = batch_size // args.num_minibatches
+        num_iterations = args.total_timesteps // (batch_size * ranks.SIZE)
+        total = num_iterations * batch_size * ranks.SIZE
         fast.keep_freed_memory(2**30, 2**31 - 1)
 
         agent = Agent(spec, args).to(args.device)
-        weights, return_rms = fast.Vector(agent), Normalizer()
+        weights, return_rms, ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef
         optimizer = {"exp_avg": torch.zeros_like(weights.data), "exp_avg_sq": torch.zeros_like(weights.data), "step": 0}
         objective, act = fast.Functional(loss, agent, weights), fast.Acting(agent).module
         step = run.compiled(update, num_iterations * args.update_epochs * args.num_minibatches)
@@ -555,16 +564,19 @@ def train(args, resumed=None):
         kept = {"optimizer": optimizer, "return_rms": return_rms}
         running = {"discounted": rollout.discounted, "frames": rollout.frames}
         words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, num_iterations * batch_size, spec, agent, kept, play, running=running)
+        next_obs, infos = run.start(words, total, spec, agent, kept, play, running=running)
         ready = np.flatnonzero(infos["ready"])
         rollout.open(ready, next_obs, infos)
 
         for iteration in run.iterations():
-            lr = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)  # SB3 differs (4)
+            left = 1 - run.global_step / total
+            lr = args.learning_rate * (left if args.anneal_lr else 1)  # SB3 differs (4)
+            if args.anneal_ent:
+                args.ent_coef = ent_coef * left
             # Convolutions are worth all cores. But while agents act, workers and players need them.
             torch.set_num_threads(fast.THREADS if getattr(envs, "num_workers", None) == 0 else 1)
             agent.eval()
-            while rollout.num_closed < batch_size:
+            while not run.enough(rollout.num_closed, batch_size):
                 actions, flat_actions[ready], logprobs, values = act(*rollout.seen(rollout.row[ready]))
                 rollout.act(ready, actions, logprobs, values)
                 run.spent("act")
@@ -578,14 +590,15 @@ def train(args, resumed=None):
             run.spent("act")
 
             torch.set_num_threads(fast.THREADS)
-            used, images, metrics = rollout.closed[:batch_size], rollout.frames.images(args.device), []
+            images, metrics = rollout.frames.images(args.device), []
+            used, num_rows = ranks.filled(rollout.closed[: rollout.num_closed], batch_size)
             batch = make_batch(agent, rollout, used, return_rms.scale.item(), args)
             for mb_inds in minibatches(batch_size, minibatch_size, args):
                 mb = Batch(stacked(images, batch.images[mb_inds]), *(x[mb_inds] for x in batch[1:]))
                 state = weights.data, optimizer["exp_avg"], optimizer["exp_avg_sq"]
                 before = [x.clone() for x in state] if args.target_kl is not None else None
-                mb_metrics = step(args, objective, *state, mb, *adam_numbers(optimizer["step"] + 1, lr))
-                if before and mb_metrics["losses/approx_kl"] > 1.5 * args.target_kl:  # CleanRL differs (7)
+                mb_metrics = step(args, objective, *state, mb, num_rows, *adam_numbers(optimizer["step"] + 1, lr))
+                if before and ranks.mean(mb_metrics["losses/approx_kl"]) > 1.5 * args.target_kl:  # CleanRL differs (7)
                     for x, old in zip(state, before, strict=True):
                         x.copy_(old)
                     break

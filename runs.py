@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 import fast
+import ranks
 from arguments import FREE, Args, Bounds, bounds, check, check_memory, command_line, describe, option
 from checkpoints import FORMAT, Lock, copy_of, fingerprint, load, put_back, random_state, save, seal, set_random_state
 from envs import EngineError
@@ -62,6 +63,7 @@ class Run:
             for name in ("iteration", "global_step", "best", "recent"):
                 setattr(self, name, resumed[1][name])
         self.begun_at = self.logged_at = self.filmed_at = self.saved_at = self.global_step
+        self.leads, self.pace, self.agreed, self.own = ranks.RANK == 0, ranks.Pace(args.rollout_share), False, 0
         self.stop, self.compiling, self.since_checkpoint, self.last_successes = [], [], [], []
         self.snapshot, self.saved, self.writer, self.lock, self.words = None, None, None, None, ""
         self.seconds, self.due_at, self.live = {"env": 0.0, "act": 0.0, "learn": 0.0}, 0.0, sys.stdout.isatty()
@@ -70,8 +72,13 @@ class Run:
         # Players and EnvPool can't be put back into the middle of an episode: they begin new ones, with another seed.
         self.handlers = {number: signal.getsignal(number) for number in SIGNALS}
         heed(self.end_now)  # players that are being launched are closed again
+        args, self.first = self.args, ranks.RANK * max(self.args.num_envs, self.args.num_players)  # env of this rank's
+        args.device = ranks.local(args.device)
+        if args.base_port is not None:
+            args.base_port += self.first
         try:
-            self.envs, self.how = self.make_envs(self.args, self.args.seed + self.global_step)
+            ranks.join(args.device)
+            self.envs, self.how = self.make_envs(args, args.seed + self.global_step + self.first)
         except BaseException:
             self.unheed()
             raise
@@ -79,10 +86,10 @@ class Run:
         n = self.envs.num_envs
         self.returns, self.lengths = np.zeros(n), np.zeros(n, int)  # of the running episodes
         self.ended, self.successes, self.stats = [], [], defaultdict(list)  # since the last log()
-        random.seed(self.args.seed)
-        np.random.seed(self.args.seed)
-        torch.manual_seed(self.args.seed)
-        self.envs.single_action_space.seed(self.args.seed)
+        random.seed(args.seed + ranks.RANK)
+        np.random.seed(args.seed + ranks.RANK)
+        torch.manual_seed(args.seed)  # all ranks begin with the same weights: they part in start()
+        self.envs.single_action_space.seed(args.seed + ranks.RANK)
         return self
 
     def unheed(self):
@@ -102,15 +109,17 @@ class Run:
     def __exit__(self, kind, error, _):
         heed(lambda *_: None)  # somebody is impatient, but a checkpoint is a matter of moments
         with contextlib.ExitStack() as stack:  # whatever fails, the rest is done
+            stack.callback(ranks.leave)
             stack.callback(self.envs.close)
             if self.lock:
                 stack.callback(self.lock.close)
-            if self.snapshot:
+            if self.snapshot and self.leads:
                 stack.callback(self.close_logs)
                 if self.snapshot is not self.saved:
                     self.save_checkpoint()
             self.unheed()
         if kind in (None, KeyboardInterrupt) and self.snapshot:
+            ranks.remember(None)
             script = f"python {self.script.name}"
             if self.global_step < self.total or kind:
                 decisions = self.snapshot["global_step"]
@@ -140,18 +149,34 @@ class Run:
         self.given, self.parameters = asdict(self.args), dict(agent.named_parameters())
         self.seal = seal(self.given)
         try:
-            first = self.restore() if self.resumed else self.make_folder()
-            self.open_logs()
+            first = None
+            if self.resumed:
+                first = self.restore()
+            elif self.leads:
+                self.make_folder()
+            if self.leads:
+                self.open_logs()
         except OSError as error:
             raise ValueError(f"{self.folder} can't be written: {error}") from None
+        self.meet()
         self.came_back = not self.resumed or first is not None  # the envs are where the run left them
-        print(f"{self.folder}: {self.how}; {words}; {self.words}tensorboard --logdir runs", flush=True)
-        obs, infos = first or self.envs.reset(seed=self.args.seed + self.global_step)
+        how = f"{ranks.SIZE} ranks, each with {self.how}" if ranks.SIZE > 1 else self.how
+        print(f"{self.folder}: {how}; {words}; {self.words}tensorboard --logdir runs", flush=True)
+        obs, infos = first or self.envs.reset(seed=self.args.seed + self.global_step + self.first)
         self.snapshot = self.state()
-        if self.args.capture_video and not self.resumed:
+        if self.args.capture_video and not self.resumed and self.leads:
             self.film()
         self.last = time.perf_counter()
         return obs, infos
+
+    def meet(self):
+        """Ranks begin with rank 0's weights and with chance of their own."""
+        if ranks.SIZE > 1:
+            self.folder = Path(ranks.gathered(str(self.folder) if self.leads else "")[0])
+            ranks.remember(self.folder)
+            ranks.same(*self.agent.state_dict().values())
+            if not self.leads:
+                torch.manual_seed(self.args.seed + self.global_step + ranks.RANK)
 
     def make_folder(self):
         name = re.sub(r"[^\w.+-]+", "-", self.args.env_id.split(":")[-1])
@@ -190,7 +215,7 @@ class Run:
         """Numbers of iterations until there were enough decisions, or the user asks to stop. An iteration ends with
         log()."""
         logged = self.iteration
-        while self.global_step < self.total and not self.stop:
+        while not self.finished():
             yield self.iteration
             if self.iteration > logged:
                 logged = self.iteration
@@ -199,7 +224,12 @@ class Run:
             self.snapshot = self.state()
 
     def finished(self):
-        return self.global_step >= self.total or bool(self.stop)
+        """Ranks agree in log() on an end that somebody asks for."""
+        return self.global_step >= self.total or (bool(self.stop) if ranks.SIZE == 1 else self.agreed)
+
+    def enough(self, closed, wanted):
+        """Whether a rollout ends with so many rows."""
+        return self.pace.enough(closed, wanted, self.iteration)
 
     def due(self, decisions):
         """Whether so many more have been made since the last log(), or it is the last time."""
@@ -219,11 +249,15 @@ class Run:
                 self.seconds[what] -= compiled.seconds
                 self.compiling = [other for other in self.compiling if other is not compiled]
 
-    def record(self, reward, terminated, truncated, infos):
-        """After each step of the envs: time, decisions, episodes, what the game counts, the progress line."""
+    def record(self, reward, terminated, truncated, infos, in_step=False):
+        """After each step of the envs: time, decisions, episodes, what the game counts, the progress line. in_step:
+        ranks step together. Returns how many decisions of all ranks were closed; if they don't, about so many."""
         self.spent("env")
         closed = infos["closed"]
-        self.global_step += int(np.count_nonzero(closed))
+        count = int(np.count_nonzero(closed))
+        made = int(ranks.total(count)) if in_step else count * ranks.SIZE
+        self.own += count
+        self.global_step += made
         self.returns += reward
         self.lengths += closed
         if "final_obs" in infos:
@@ -238,6 +272,7 @@ class Run:
                 self.stats[key] += value if isinstance(value, list) else [value]
         if self.last >= self.due_at:
             self.show()
+        return made
 
     def show(self, end=False):
         """One live line: steps, return, speed, where the time goes, time left. Without a terminal a plain line every
@@ -275,10 +310,23 @@ class Run:
                 where = f"{name} is not finite now; the state before it is in {self.folder}/checkpoint.pt"
                 raise FloatingPointError(f"iteration {self.iteration + 1}: a loss or gradient is not a number: {where}")
 
+    def shared(self, scalars):
+        """What all ranks have to tell, and whether one was asked to stop."""
+        if ranks.SIZE == 1:
+            return scalars
+        told = ranks.gathered((scalars, self.ended, self.successes, dict(self.stats), self.own, bool(self.stop)))
+        every, ended, successes, stats, own, stops = zip(*told, strict=True)
+        self.ended, self.successes = [x for part in ended for x in part], [x for part in successes for x in part]
+        self.stats = defaultdict(list)
+        for key, values in ((key, values) for part in stats for key, values in part.items()):
+            self.stats[key] += values
+        self.global_step, self.own, self.agreed = self.logged_at + sum(own), 0, any(stops)
+        return {name: float(np.mean([part[name] for part in every if name in part])) for name in scalars}
+
     def log(self, scalars):
         """Write these, what the envs told, and the time. It ends an iteration."""
         self.check_agent()
-        scalars = dict(scalars)
+        scalars = self.shared(dict(scalars))
         scalars["charts/SPS"] = self.speed()
         if self.ended:
             self.recent = [r for r, _ in self.ended]
@@ -288,12 +336,14 @@ class Run:
             self.last_successes = self.successes
             scalars["charts/success_rate"] = np.mean(self.successes)
         for key, values in self.stats.items():
-            scalars[f"unity/{key}"] = np.sum(values) if key in self.envs.sums else np.mean(values)
+            scalars[f"{getattr(self.envs, 'engine', 'unity')}/{key}"] = (
+                np.sum(values) if key in self.envs.sums else np.mean(values)
+            )
         scalars |= {f"time/{name}": x / sum(self.seconds.values()) for name, x in self.seconds.items()}
         try:
-            if self.writer is None:
+            if self.writer is None and self.leads:
                 self.open_logs(again=True)
-            for name, x in scalars.items():
+            for name, x in scalars.items() if self.leads else ():
                 self.writer.add_scalar(name, x, self.global_step)
         except Exception as error:  # the writer's thread has ended: on a full disk, for example
             print(f"\nThe log could not be written, some points of the curves are lost: {error}", flush=True)
@@ -310,9 +360,9 @@ class Run:
             raise
         if self.finished() or time.perf_counter() >= self.due_at:
             self.show(self.finished())
-        if self.crossed(self.args.checkpoint_interval, self.saved_at):
+        if self.leads and self.crossed(self.args.checkpoint_interval, self.saved_at):
             self.save_checkpoint()
-        if self.args.capture_video and self.crossed(self.args.video_interval, self.filmed_at):
+        if self.leads and self.args.capture_video and self.crossed(self.args.video_interval, self.filmed_at):
             self.film()
         self.last = time.perf_counter()
 
@@ -332,7 +382,7 @@ class Run:
 
     def restore(self):
         (path, state), self.folder = self.resumed, self.resumed[0].parent
-        self.lock = Lock(self.folder)
+        self.lock = Lock(self.folder) if self.leads else None
         if load(path, self.script)[1]["global_step"] != self.global_step:  # somebody had the lock until now
             raise ValueError(f"{path} has changed in the meantime: do it again")
         if self.global_step >= self.total:
@@ -350,6 +400,8 @@ class Run:
                     self.large[name].restore(torch.load(file, map_location="cpu", weights_only=True))
                 except Exception:
                     raise ValueError(f"{file} is not whole: delete it, and the run goes on with a new one") from None
+        if ranks.SIZE > 1:  # their envs begin new episodes
+            return None
         set_random_state(state["random"])
         self.envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
         if state["envs"] is None:
@@ -396,6 +448,10 @@ class Run:
 def main(script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()):
     """free: options of the script's own that may be another when a run goes on."""
     heed(signal.default_int_handler)
+    if ranks.RANK:  # rank 0 speaks
+        sys.stdout = open(os.devnull, "w")
+    if (folder := ranks.begun()) and Path(folder, "checkpoint.pt").exists():
+        sys.argv[1:] = ["--resume", folder]
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
@@ -407,6 +463,8 @@ def main(script, doc, Args, presets, train, Agent, make_envs, describe, check, p
                     raise ValueError(f"{option(name)} {ours}: {has}; leave it out")
             train(args, checkpoint)
         elif checkpoint:
+            if ranks.SIZE > 1:
+                raise ValueError("--evaluate and --export are for one process: leave torchrun out")
             use(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
@@ -418,6 +476,8 @@ def main(script, doc, Args, presets, train, Agent, make_envs, describe, check, p
         sys.stdout = open(os.devnull, "w")
         raise SystemExit(1) from None
     except RuntimeError as error:  # torch's
+        if ranks.failed:
+            raise SystemExit(f"\n{ranks.failed[0]}") from None
         if "allocate" not in str(error):
             raise
         raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None

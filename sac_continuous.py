@@ -1,7 +1,8 @@
-"""Soft actor-critic for continuous actions, one policy for all agents: Unity scenes and gymnasium envs.
+"""Soft actor-critic for continuous actions, one policy for all agents: Unity, Godot and gymnasium.
 
     python sac_continuous.py --env-id 3DBall                        a bundled scene: no Unity needed
     python sac_continuous.py --unity-path ./Builds/MyScene          your Unity build
+    python sac_continuous.py --godot-path ./my_game                 your Godot game
     python sac_continuous.py --env-id HalfCheetah-v5                any gymnasium env with bounded continuous actions
     python sac_continuous.py --evaluate runs/NAME --capture-video   also --resume and --export runs/NAME
 
@@ -44,6 +45,7 @@ import torch
 import torch.nn as nn
 
 import fast
+import ranks
 import runs
 from envs.vector import make_envs
 
@@ -53,7 +55,7 @@ class Args(runs.Args):
     exp_name: str = Path(__file__).stem
     """part of the run's name"""
     env_id: str = "Crawler"
-    """a bundled scene (3DBall, Crawler), a gymnasium id, or module:id"""
+    """a bundled scene (3DBall, Crawler, GodotDiscs), a gymnasium id, or module:id"""
     learning_rate: float = 3e-4
     """of Adam, for policy, critics and temperature"""
     buffer_size: int = 1_000_000
@@ -104,6 +106,10 @@ PRESETS = {
         total_timesteps=5_000_000, buffer_size=500_000, learning_starts=5_000, updates_per_step=0.05, gamma=0.995,
         alpha=0.05, norm_obs=True, hidden_sizes=(512, 512, 512), activation="silu",
     ),
+    "GodotDiscs": dict(
+        total_timesteps=40_000, buffer_size=50_000, learning_starts=1_000, batch_size=128, updates_per_step=0.2,
+        learning_rate=1e-3, gamma=0.98, alpha=0.05, norm_obs=True, hidden_sizes=(64, 64),
+    ),
     **dict.fromkeys(("Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0"), REACHER),
 }  # fmt: skip
 REPORT = 1000  # decisions between two rows of a curve
@@ -143,8 +149,7 @@ class Normalizer(nn.Module):
         return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
 
     def update(self, batch):
-        batch = batch.double()
-        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        mean, var, count = ranks.moments(batch)
         delta, total = mean - self.mean, self.count + count
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
         self.mean += delta * count / total
@@ -357,7 +362,7 @@ def update(
     value, metrics = critics_objective.of([policy, leaf, targets], mb, args)
     (grad,) = torch.autograd.grad(value, leaf)
     with torch.no_grad():
-        adam(critics, grad, *critic_averages, *numbers[:2])
+        adam(critics, ranks.mean(grad), *critic_averages, *numbers[:2])
         targets.lerp_(critics, args.tau)
     if actors_objective is not None:
         leaf = policy.detach().requires_grad_()
@@ -365,7 +370,7 @@ def update(
         metrics |= more
         (grad,) = torch.autograd.grad(value, leaf)
         with torch.no_grad():
-            adam(policy, grad, *policy_averages, *numbers[2:])
+            adam(policy, ranks.mean(grad), *policy_averages, *numbers[2:])
     return {name: x.detach() for name, x in metrics.items()}
 
 
@@ -446,7 +451,7 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            run.record(reward, terminated, truncated, infos)
+            made = run.record(reward, terminated, truncated, infos, in_step=True)
             if "restarted" in infos:
                 buffer.drop(np.flatnonzero(infos["restarted"]))
             (closed,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
@@ -455,8 +460,8 @@ def train(args, resumed=None):
             obs = next_obs[ready]
             buffer.open(ready, obs)
             if run.global_step > learn_from:
-                counts["owed"] += args.updates_per_step * len(closed)  # SB3 and CleanRL differ (1)
-            if args.norm_obs and buffer.added - counts["normalized"] >= REPORT:
+                counts["owed"] += args.updates_per_step * made / ranks.SIZE  # SB3 and CleanRL differ (1)
+            if args.norm_obs and ranks.total(buffer.added - counts["normalized"]) >= REPORT * ranks.SIZE:
                 agent.obs_rms.update(torch.as_tensor(buffer.since(counts["normalized"]), device=args.device))
                 counts["normalized"] = buffer.added
             run.spent("act")

@@ -29,7 +29,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 import gymnasium as gym
 import numpy as np
@@ -37,16 +37,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from PIL import Image
 
+from processes import close_all, one_line, orderly_exit, signals_later
+
 # Before mlagents_envs, whose messages it repairs.
-from unity_player import (
-    Player,
-    UnityMessageProto,
-    UnityPlayerError,
-    UnityPlayerGone,
-    one_line,
-    orderly_exit,
-    signals_later,
-)
+from unity_player import Player, UnityMessageProto, UnityPlayerError, UnityPlayerGone
 
 # isort: split
 from mlagents_envs.side_channel import IncomingMessage
@@ -616,13 +610,6 @@ def aggregate(values):
     if method == StatsAggregationMethod.SUM:
         return float(np.sum(numbers))
     return numbers if method == StatsAggregationMethod.HISTOGRAM else numbers[-1]
-
-
-def close_all(players):
-    with ExitStack() as stack:  # which goes on when one fails
-        stack.callback(players.clear)
-        for player in players:
-            stack.callback(player.close)
 
 
 def demo(

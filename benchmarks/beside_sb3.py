@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 import fast  # noqa: E402
 import runs  # noqa: E402
-from envs import SCENES, pixels, vector  # noqa: E402
+from envs import engine, pixels, vector  # noqa: E402
 
 BLOCK = 100  # steps of SAC in a row of the table
 # The quantities in the order in which they come about, and what it means if one of them is the first to part.
@@ -596,9 +596,9 @@ def settings(module, kind, path, iterations, options):
         args, _, checkpoint = runs.command_line(path, module.Args, module.PRESETS, module.__doc__)
     if checkpoint:
         raise ValueError("--resume, --evaluate and --export: this begins a run of its own")
-    if args.unity_path or args.env_id in SCENES:
-        scene = args.unity_path or args.env_id
-        raise ValueError(f"{scene} is a Unity scene, which SB3 can't run: give a gymnasium --env-id")
+    if game := engine(args):
+        scene = args.unity_path or args.godot_path or args.env_id
+        raise ValueError(f"{scene} is a {game} scene, which SB3 can't run: give a gymnasium --env-id")
     args.compile, args.device, args.capture_video, args.track = False, "cpu", False, False
     if not any(option.startswith("--min-obs-std") for option in options):
         args.min_obs_std = 0.0  # SB3's

@@ -22,6 +22,7 @@ import argparse
 import csv
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,9 @@ TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; M
     "CartPole-v1": (475, "solved"),
     "LunarLander-v3": (200, "solved"),
     "Basic": (0.93, "ML-Agents"),
+    "PushBlock": (4.5, "ML-Agents"),
+    "Hallway": (0.7, "ML-Agents"),
+    "GodotDiscs": (1.7, "solved"),
 }
 
 
@@ -56,7 +60,8 @@ def run_script(script, seed, args, more):
         folder, log, quiet = args.out or Path(temporary), Path(temporary, "log.txt"), args.jobs > 1
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment |= {"OMP_NUM_THREADS": "1"} if quiet else {}
-        name = f"runs/*__{'*' if '--exp-name' in more else script.stem}__{seed}__*"
+        env = re.sub(r"[^\w.+-]+", "-", args.env_id.split(":")[-1])  # another env's run may be in the same folder
+        name = f"runs/{env}__{'*' if '--exp-name' in more else script.stem}__{seed}__*"
         before = set(folder.glob(name))
         command = [sys.executable, str(script), "--env-id", args.env_id, "--seed", str(seed), *more]
         print(" ".join(command) + "\n", end="", flush=True)

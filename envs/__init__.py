@@ -6,14 +6,17 @@ import sys
 
 import gymnasium as gym
 
-SCENES = ("3DBall", "Basic", "Crawler", "GridWorld", "Mixed", "MixedDiscrete")
+SCENES = ("3DBall", "Basic", "Crawler", "GridWorld", "Hallway", "Mixed", "MixedDiscrete", "PushBlock")
 """ids of the bundled scenes"""
+GODOT_SCENES = ("GodotDiscs", "GodotRover")
+"""and of those that a Godot runs"""
 
 gym.register("Reacher2Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 2}, max_episode_steps=100)
 gym.register("Reacher3Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 3}, max_episode_steps=100)
 gym.register("Reacher6Dof-v0", "envs.reacher:Reacher", kwargs={"joints": 6}, max_episode_steps=100)
 gym.register("ReacherPlane-v0", "envs.reacher:Reacher", kwargs={"joints": 2, "plane": True}, max_episode_steps=100)
 gym.register("CartPoleBlind-v0", "envs.blind:CartPoleBlind", max_episode_steps=500)
+gym.register("LaserHockey-v0", "envs.hockey:Hockey")
 for name, kwargs in {
     "": {},
     "Discrete": {"actions": "discrete"},
@@ -21,6 +24,13 @@ for name, kwargs in {
     "Dict": {"vector": True},
 }.items():
     gym.register(f"DummyPixels{name}-v0", entry_point="envs.dummy:DummyPixels", kwargs=kwargs, max_episode_steps=50)
+
+
+def engine(args):
+    """The game engine that the scripts' arguments ask for, if any."""
+    if args.godot_path or (args.env_id in GODOT_SCENES and not args.unity_path):
+        return "Godot"
+    return "Unity" if args.unity_path or args.env_id in SCENES else None
 
 
 class EngineError(RuntimeError):

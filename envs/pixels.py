@@ -28,8 +28,8 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from envs import NEEDS_GL, SCENES, EngineError, cheap, choose_gl
-from envs.vector import FILM_STEPS, LONGEST, SyncEnvs, check_finite, find, is_image, make_unity_envs
+from envs import NEEDS_GL, EngineError, cheap, choose_gl, engine
+from envs.vector import FILM_STEPS, LONGEST, SyncEnvs, check_finite, find, is_image, make_godot_envs, make_unity_envs
 
 CAMERAS = {
     "Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}
@@ -49,7 +49,9 @@ class WorkerDied(EngineError):
 
 def make_envs(args, seed, film=None):
     """As envs.vector has it, of envs that are seen. film: one env or player, and its video is written there."""
-    if args.unity_path or args.env_id in SCENES:
+    if engine(args) == "Godot":
+        return make_godot_envs(args, seed, film, headless=False)
+    if engine(args) == "Unity":
         envs, how = make_unity_envs(args, seed, film, no_graphics=False)  # else Unity's cameras see nothing
         envs.film_steps = FILM_STEPS // 3  # GridWorld's steps are slow
         return envs, how

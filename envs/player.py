@@ -14,8 +14,8 @@
     begin(who), observe(who), act(who, continuous, discrete)    OnEpisodeBegin, CollectObservations, OnActionReceived
     update(), physics()                                         the agents' FixedUpdate; the physics step and its
                                                                 collisions
-    mask(who), film(height, width)                              where there are: forbidden choices; a picture of a
-                                                                scene without a MuJoCo model
+    mask(who), film(height, width), pose()                      where there are: forbidden choices; a picture of a
+                                                                scene without a MuJoCo model; before a picture is taken
 
 and changes `academy.reward`, or calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode.
 `who` are agents' indices.
@@ -331,6 +331,8 @@ class Film:
     def picture(self):
         if hasattr(self.scene, "film"):
             return self.scene.film(*self.size)
+        if hasattr(self.scene, "pose"):
+            self.scene.pose()
         self.renderer.update_scene(self.scene.data, camera="film")
         return self.renderer.render()
 

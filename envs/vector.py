@@ -1,4 +1,4 @@
-"""Any env of the scripts' --env-id as a vector env: a bundled scene, a Unity build, or a gymnasium id.
+"""Any env of the scripts' --env-id as a vector env: a bundled scene, a Unity build, a Godot game, or a gymnasium id.
 
     envs, how = make_envs(args, seed)       args: the scripts'; how: in words, how they are stepped
 
@@ -8,7 +8,7 @@ and say in infos
     "ready", "closed"               which slots ask for an action now; whose last action has its reward now
     "final_obs", "is_success"       by slot, when an episode ends; the latter where the env tells
     "action_mask"                   where actions are discrete: True where a choice is allowed; all branches in a row
-    "restarted", "stats"            Unity's: whose open decisions will never be closed; what the game counts
+    "restarted", "stats"            a game's: whose open decisions will never be closed; what it counts
 
 Observations and actions are vectors: what an env nests is flattened.
 """
@@ -22,18 +22,20 @@ import gymnasium as gym
 import imageio
 import numpy as np
 
-from envs import NEEDS_GL, SCENES, EngineError, cheap, choose_gl
+from envs import GODOT_SCENES, NEEDS_GL, SCENES, EngineError, cheap, choose_gl, engine
+from godot_vec_env import GodotVecEnv
 from unity_vec_env import UnityVecEnv
 
 FILM_STEPS = 450  # decisions: half a minute of Crawler
 LONGEST = 100_000  # steps of an episode that are kept to be played again
-UNITY = ("behavior", "num_players", "max_agents", "base_port", "time_scale", "player_args", "max_restarts")
+BOTH = ("num_players", "base_port", "player_args", "max_restarts")
+UNITY, GODOT = (*BOTH, "behavior", "max_agents", "time_scale"), (*BOTH, "real_time")
 
 
 def make_envs(args, seed, film=None):
     """film: one env or player, and its video is written there."""
-    if args.unity_path or args.env_id in SCENES:
-        return make_unity_envs(args, seed, film)
+    if game := engine(args):
+        return {"Unity": make_unity_envs, "Godot": make_godot_envs}[game](args, seed, film)
     if film:
         return FilmedEnvs(
             make_env(args.env_id, render_mode="rgb_array", **args.env_kwargs), film
@@ -54,6 +56,30 @@ def make_unity_envs(args, seed, film=None, **more):
     return envs, f"{len(envs.players)} Unity player(s), {envs.num_envs} agents"
 
 
+def make_godot_envs(args, seed, film=None, **more):
+    """more: GodotVecEnv's arguments that the scripts have no option for."""
+    settings = {key: getattr(args, key) for key in GODOT} | {"policy": args.behavior} | more
+    if film:
+        movie = film.with_suffix(".avi").resolve()
+        player_args = (*args.player_args, "--write-movie", str(movie))
+        settings |= {"num_players": 1, "max_restarts": 0, "base_port": None, "player_args": player_args}
+        settings |= {"headless": False, "real_time": False}
+    envs = GodotVecEnv(args.godot_path or args.env_id, seed=seed, **settings)
+    if film:
+        envs.film_steps, close = FILM_STEPS // 4, envs.close_extras  # each has eight frames
+
+        def close_film(**kwargs):
+            close(**kwargs)
+            with imageio.get_writer(film, fps=30, macro_block_size=1) as video:
+                for i, frame in enumerate(imageio.get_reader(movie)):
+                    if i % 2:
+                        video.append_data(frame)
+            movie.unlink()
+
+        envs.close_extras = close_film
+    return envs, f"{len(envs.players)} Godot game(s), {envs.num_envs} agents"
+
+
 def find(env_id):
     """gymnasium's entry for an id or a module:id; near ones are suggested."""
     module, _, name = env_id.rpartition(":")
@@ -63,7 +89,7 @@ def find(env_id):
     except ImportError as error:
         raise ValueError(f"--env-id {env_id}: {error}") from None
     except (gym.error.Error, ValueError) as error:
-        near = difflib.get_close_matches(name, [*gym.registry, *SCENES], 3)
+        near = difflib.get_close_matches(name, [*gym.registry, *SCENES, *GODOT_SCENES], 3)
         raise ValueError(
             f"--env-id {env_id}: " + (f"did you mean {' or '.join(near)}?" if near else str(error))
         ) from None

@@ -391,6 +391,8 @@ def test_a_removed_argument_is_gone(monkeypatch):
     changes = [
         (field, ""),
         (" - args.ent_coef * entropy", ""),
+        (", ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef", " = fast.Vector(agent), Normalizer()"),
+        ("args.ent_coef = ent_coef * left", "pass"),
         ('("clip_coef", "ent_coef", "vf_coef"', '("clip_coef", "vf_coef"'),
     ]
     old = train(copy_of("ppo_continuous_multiagent.py"))

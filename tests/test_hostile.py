@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import processes
 import unity_player
 from unity_player import (
     ACK,
@@ -191,7 +192,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("how", WRAPPERS)
 @pytest.mark.parametrize("hangs", [False, True])
 def test_what_a_wrapper_starts_ends_with_it(how, hangs, tmp_path, monkeypatch):
-    monkeypatch.setattr(unity_player, "GRACE", 0.5, raising=False)
+    monkeypatch.setattr(processes, "GRACE", 0.5)
     pids = tmp_path / "pids"
     player = f"{sys.executable} {ROOT / 'envs' / 'player.py'} --scene Mixed"
     path = executable(tmp_path, f"#!/bin/sh\necho $$ >> {pids}\n" + WRAPPERS[how].format(player=player, pids=pids))
@@ -207,7 +208,7 @@ def test_without_proc_a_wrapper_ends_with_its_group(tmp_path, monkeypatch):
     """Where the system does not tell what a player has started."""
     pids = tmp_path / "pids"
     path = executable(tmp_path, f"#!/bin/sh\nsleep 600 &\necho $$ $! >> {pids}\nsleep 600\n")
-    monkeypatch.setattr(unity_player, "family", lambda leader: set(), raising=False)
+    monkeypatch.setattr(processes, "family", lambda leader: set())
     with pytest.raises(UnityPlayerGone):
         UnityVecEnv(path, timeout=0.5)
     assert_ends([int(pid) for pid in pids.read_text().split()])
@@ -258,7 +259,7 @@ def test_ctrl_c_during_close_ends_the_players_all_the_same():
         os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(unity_player, "GRACE", 1, raising=False)
+        patch.setattr(processes, "GRACE", 1)
         envs.close()
     assert_ends(pids)
 

@@ -427,12 +427,11 @@ def test_training_is_filmed_and_not_disturbed():
 
 
 @needs_gl
-@pytest.mark.parametrize("env_id", ["Hopper-v5", "Crawler"])
-def test_film_shows_something_that_moves(env_id, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("env_id", "size"), [("Hopper-v5", 3), ("Crawler", 20), ("PushBlock", 1), ("Hallway", 1)])
+def test_film_shows_something_that_moves(env_id, size, tmp_path, monkeypatch):
     import imageio
 
     monkeypatch.setattr(policies, "FILM_STEPS", 10)
-    size = 3 if env_id == "Hopper-v5" else 20
     play = lambda agent, spec, n: lambda obs, infos, who, begins: np.ones((len(who), size))
     policies.film(ppo.Args(env_id=env_id), make_envs, play, None, None, tmp_path / "film.mp4")
     frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "film.mp4")]

@@ -108,6 +108,29 @@ def test_first_rollout_and_losses_are_those_of_recurrent_ppo(num_envs, monkeypat
 # Memory
 
 
+def test_forget_bias_keeps_what_was_seen():
+    """Without input and other weights a step leaves sigmoid(bias) of the cells: 5 % after 24 steps, and not 6e-8."""
+    left = {}
+    for bias in (0.0, 2.0):
+        memory = ppo.Memory(5, 6, bias)
+        for name, x in memory.named_parameters():
+            x.data *= name == "seen.bias"
+        memory.seen.bias.data[:6], memory.seen.bias.data[12:] = 0, 0  # but for the forget gates
+        memory.seen.bias.data[6:12] = bias
+        state = torch.cat([torch.zeros(1, 6), torch.ones(1, 6)], 1)
+        for _ in range(24):
+            _, state = memory.step(torch.zeros(1, 5), state)
+        left[bias] = state[0, -1].item()
+    assert left[0.0] == pytest.approx(0.5**24, rel=1e-4) and left[2.0] == pytest.approx(0.8808**24, rel=1e-2)
+    args, agents = ppo.Args(hidden_sizes=(8,), memory_size=8), []
+    for bias in (2.0, 0.0):
+        torch.manual_seed(0)
+        agents.append(ppo.Agent(SPEC, replace(args, forget_bias=bias)))
+    for name in ("actor_memory", "critic_memory"):
+        open_, plain = (getattr(agent, name).seen.bias for agent in agents)
+        np.testing.assert_allclose((open_ - plain).detach(), [0] * 4 + [2] * 4 + [0] * 8, atol=1e-6)
+
+
 def test_memory_is_torchs_lstm():
     """Step by step, in numpy over packed sequences, and its gradient."""
     rng, memories = np.random.default_rng(0), [ppo.Memory(5, 6) for _ in range(2)]

@@ -6,9 +6,11 @@ from dataclasses import fields
 import parity_env  # noqa: F401
 import pytest
 
+import lbc_discrete as lbc
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
 import ppo_pixel as pixel
+import runs
 import sac_continuous as sac
 
 VECTORS = "--env-id parity_env:Parity-v0 --hidden-sizes 4"
@@ -17,19 +19,36 @@ SMALL = {
     ppo: f"{VECTORS} --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 16",
     discrete: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-steps 8 --num-minibatches 2 --total-timesteps 16",
     sac: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
+    lbc: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-envs 1 --sequence-length 2 --batch-size 2 "
+    "--replay-size 2 --total-timesteps 4",
     pixel: f"{IMAGES} --num-steps 4 --num-minibatches 2 --update-epochs 1 --total-timesteps 4",
 }
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1", "1e308", "-1e308", "1e-308", "2147483648", "9" * 20, "nonsense", "")
 WORDS = ("", "..", "../../x", "nonsense", "-1", "\U0001f916", "a b", "{", "[1]", "null", "x=", "x=nan", "=1", "x=1=2")
-REASONS = ("is not a number", "checkpoint", "memory", "--num-minibatches", "allocate", "no player there")
+REASONS = (
+    "is not a number",
+    "checkpoint",
+    "memory",
+    "--num-minibatches",
+    "allocate",
+    "no player there",
+    "no game there",
+)
 ENDLESS = {("total_timesteps", "2147483648")}  # it works, and takes a while
+
+
+def names_of(script):
+    """All options; of lbc_discrete.py its own, the others are tested four times already."""
+    common = {field.name for field in fields(runs.Args)} if script is lbc else set()
+    return [field.name for field in fields(script.Args) if field.name not in common | {"compile"}]
+
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    [(script, field.name) for script in SMALL for field in fields(script.Args) if field.name != "compile"],
+    [(script, name) for script in SMALL for name in names_of(script)],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_no_value_of_an_option_ends_in_a_traceback(script, name, monkeypatch, capsys):

@@ -17,12 +17,14 @@ from conftest import (
     needs_compiler,
     spy_on,
     start_like_sb3,
+    train,
     trajectories,
     watch,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
+import checkpoints
 import fast
 import ppo_continuous_multiagent as ppo
 
@@ -296,3 +298,21 @@ def test_help_shows_the_presets(monkeypatch, capsys):
 
 def test_importing_starts_nothing():
     assert gym.spec("HalfCheetah-v5") and callable(ppo.main)
+
+
+def test_an_annealed_bonus_falls_to_zero(monkeypatch, empty_folder):
+    """Linearly, from iteration to iteration; what is saved is what was given."""
+    seen, loss = [], ppo.loss
+
+    def watched(agent, mb, args):
+        seen.append(args.ent_coef)
+        return loss(agent, mb, args)
+
+    monkeypatch.setattr(ppo, "loss", watched)
+    small = dict(env_id="parity_env:Parity-v0", num_steps=32, num_minibatches=2, update_epochs=1, total_timesteps=128)
+    folder = train(ppo, small, ent_coef=0.4, anneal_ent=True)
+    np.testing.assert_allclose(seen, np.repeat([0.4, 0.3, 0.2, 0.1], 2))
+    assert checkpoints.load(folder, ppo.__file__)[1]["args"]["ent_coef"] == 0.4
+    seen.clear()
+    train(ppo, small, ent_coef=0.4)
+    assert set(seen) == {0.4}

@@ -55,6 +55,10 @@ EVIL = {
         {"unity_path": "./evil.sh", "env_id": "evil"},
         "would start ./evil.sh: give --unity-path yourself, or --trust",
     ),
+    "godot_path": (
+        {"godot_path": "./evil.sh", "env_id": "evil"},
+        "would start ./evil.sh: give --godot-path yourself, or --trust",
+    ),
     "env_id": ({"env_id": "evil:Parity-v0"}, "would import evil: give --env-id yourself, or --trust"),
     "player_args": ({"env_id": "3DBall", "player_args": ("--render", "evil")}, "--player-args yourself, or --trust"),
     "env_kwargs": (
@@ -466,7 +470,9 @@ def test_what_a_killed_process_left_is_cleaned(monkeypatch):
 # The command line
 
 
-@pytest.mark.parametrize("option", ["--resume", "--evaluate", "--export", "--unity-path", "--env-id", "--device"])
+@pytest.mark.parametrize(
+    "option", ["--resume", "--evaluate", "--export", "--unity-path", "--godot-path", "--env-id", "--device"]
+)
 def test_an_empty_string_is_an_error(option, monkeypatch):
     with pytest.raises(SystemExit, match=f"{option} .*is empty|no such checkpoint"):
         call(monkeypatch, option, "")

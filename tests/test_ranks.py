@@ -1,0 +1,322 @@
+"""Several processes that learn as one, started by torchrun: the real one, on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import parity_env  # noqa: F401
+import pytest
+import torch
+from conftest import ROOT, needs_compiler
+
+import checkpoints
+import lbc_discrete as lbc
+import ppo_continuous_multiagent as ppo
+import ranks
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+SMALL = (
+    "--env-id parity_env:Parity-v0 --num-envs 2 --num-steps 32 --num-minibatches 2 --update-epochs 2 --hidden-sizes 8"
+)
+
+LEARN = '''
+"""Five updates on a batch of which each rank has its part, and what came of them."""
+import importlib
+import sys
+import numpy as np
+import torch
+import fast
+import ranks
+
+def vectors(rng, *shapes):
+    return [torch.as_tensor(rng.normal(size=shape), dtype=torch.float32) for shape in shapes]
+
+def ppo(name, compiled=False):
+    script, rng, n = importlib.import_module(name), np.random.default_rng(0), 48
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8), ent_coef=0.01)
+    choices = name == "ppo_discrete_multiagent"
+    spec = {"obs_dim": 5, "action_dim": 2, "low": -1.0, "high": 1.0, "branches": [3], "start": [0]}
+    agent = script.Agent(spec, args)
+    weights = fast.Vector(agent)
+    obs, advantages, logprobs, returns, values = vectors(rng, (n, 5), n, n, n, n)
+    agent.obs_rms.update(obs[ranks.RANK :: ranks.SIZE])
+    rest = advantages, returns, values
+    masks = torch.as_tensor(rng.random((n, 3)) < 0.8)
+    masks[:, 0] = True
+    if choices:
+        batch = script.Batch(obs, masks, torch.zeros(n, 1, dtype=torch.int64), logprobs - 1, *rest)
+    else:
+        batch = script.Batch(obs, vectors(rng, (n, 2))[0], logprobs - 2, *rest)
+    batch = script.Batch(*(x[ranks.RANK :: ranks.SIZE] for x in batch))
+    objective, state = fast.Functional(script.loss, agent, weights), [torch.zeros_like(weights.data) for _ in range(2)]
+    update, rows = fast.Compiled(script.update, args) if compiled else script.update, torch.arange(n // ranks.SIZE)
+    for k in range(1, 6):
+        numbers = float(len(rows)), *script.adam_numbers(k, 1e-2)
+        metrics = update(args, objective, weights.data, *state, rows, batch, *numbers)
+    statistics = [x.flatten().float() for x in agent.obs_rms.buffers()]
+    return torch.cat([weights.data, *statistics]), metrics["losses/grad_norm"]
+
+def sac():
+    script, rng, n = importlib.import_module("sac_continuous"), np.random.default_rng(0), 48
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8), target_entropy=-2.0, norm_obs=True)
+    agent = script.Agent({"obs_dim": 5, "action_dim": 2, "low": -1.0, "high": 1.0}, args)
+    critics, targets = fast.Vector(agent, only=["critics"]), fast.Vector(agent, only=["targets"])
+    policy = fast.Vector(agent, but=["critics", "targets"])
+    batch = script.Batch(*vectors(rng, (n, 5), (n, 2), n, (n, 5), n, (n, 2), (n, 2)))
+    batch = script.Batch(*(x[ranks.RANK :: ranks.SIZE] for x in batch))
+    agent.obs_rms.update(batch.obs)
+    objectives = [fast.Functional(f, agent, policy, critics, targets) for f in (script.critic_loss, script.actor_loss)]
+    averages = [[torch.zeros_like(x.data) for _ in range(2)] for x in (critics, policy)]
+    for k in range(1, 6):
+        numbers = (*script.adam_numbers(k, 1e-2), *script.adam_numbers(k, 1e-2))
+        metrics = script.update(args, *objectives, policy.data, critics.data, targets.data, *averages, batch, *numbers)
+    return torch.cat([policy.data, critics.data, targets.data]), metrics["losses/qf_loss"]
+
+def main(path):
+    ranks.join("cpu")
+    out = {"sac": sac()[0]}
+    for name in ("ppo_continuous_multiagent", "ppo_discrete_multiagent"):
+        out[name], out[name + " norm"] = ppo(name)
+    if "compiled" in sys.argv:
+        out["compiled"], _ = ppo("ppo_continuous_multiagent", compiled=True)
+    if ranks.RANK == 0:
+        torch.save(out, path)
+    ranks.leave()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+'''
+
+
+def torchrun(*command, count=2, more=()):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), "."])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", *more, *map(str, command)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def finish(process, timeout=240):
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return out
+
+
+@pytest.mark.parametrize("what", ["plain", pytest.param("compiled", marks=needs_compiler)])
+def test_two_ranks_with_half_the_batch_each_learn_as_one_with_the_whole(what):
+    """Gradients, their norm, advantages' normalisation, the statistics of the observations; SAC's targets too."""
+    Path("learn.py").write_text(LEARN)
+    process = torchrun("learn.py", "two.pt", what)
+    out = finish(process)
+    assert process.returncode == 0, out
+    sys.path.insert(0, ".")
+    subprocess.run([sys.executable, "learn.py", "one.pt"], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    two, one = torch.load("two.pt"), torch.load("one.pt")
+    for name, x in one.items():
+        np.testing.assert_allclose(two[name], x, atol=1e-5, rtol=1e-4, err_msg=name)
+    if what == "compiled":
+        np.testing.assert_allclose(two["compiled"], one["ppo_continuous_multiagent"], atol=1e-5, rtol=1e-4)
+
+
+EQUAL = "            run.log("
+CHECKED = """            with open(f"rows_{ranks.RANK}.txt", "a") as file:
+                own = weights.data.sum().item()
+                print(num_rows, sum(ranks.gathered(own)) / ranks.SIZE - own, file=file)
+            run.log("""
+SLOW = """
+import os
+import time
+import gymnasium as gym
+import parity_env
+
+class Slow(gym.Wrapper):
+    def step(self, action):
+        time.sleep(0.02 * (os.environ.get("RANK") == "1"))
+        return self.env.step(action)
+
+gym.register("Slow-v0", lambda: Slow(gym.make("Parity-v0")))
+"""
+
+
+def copy_with_a_look_inside():
+    source = (ROOT / "ppo_continuous_multiagent.py").read_text()
+    assert source.count(EQUAL) == 1
+    Path("my_ppo.py").write_text(source.replace(EQUAL, CHECKED))
+
+
+def test_ranks_of_different_speed_neither_wait_nor_drift():
+    """One is slow: it ends its rollouts early, weighs less, and all have the same weights after each iteration."""
+    copy_with_a_look_inside()
+    Path("slow.py").write_text(SLOW)
+    line = SMALL.replace("parity_env:Parity-v0", "slow:Slow-v0").split()
+    process = torchrun("my_ppo.py", *line, "--total-timesteps", 512, "--rollout-share", 0.5)
+    out = finish(process)
+    assert process.returncode == 0, out
+    rows = [np.loadtxt(f"rows_{rank}.txt", ndmin=2) for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) >= 4 and not np.abs(np.concatenate(rows)[:, 1]).any(), "the same weights"
+    assert (rows[0][:, 0] == 64).all() and rows[1][:, 0].mean() < 48, "the slow one has fewer rows"
+    (folder,) = Path("runs").iterdir()
+    state = checkpoints.load(folder, "my_ppo.py")[1]
+    assert state["global_step"] == sum(x[:, 0].sum() for x in rows) >= 512, "and all of them are counted"
+    assert "2 ranks, each with" in out and out.count("Saved runs/") == 1, "rank 0 speaks"
+
+
+OTHERS = {
+    "ppo_lstm_multiagent.py": "--env-id CartPoleBlind-v0 --num-steps 32 --num-minibatches 4 --memory-size 8",
+    "ppo_pixel.py": "--env-id DummyPixels-v0 --num-steps 32 --num-minibatches 2 --update-epochs 1 --features 16",
+    "sac_continuous.py": "--env-id parity_env:Parity-v0 --learning-starts 50 --batch-size 16 --norm-obs",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_scripts_learn_together_too(name):
+    """To their end, and with the same weights in both ranks."""
+    total = 2_400 if name == "sac_continuous.py" else 256
+    source = (ROOT / name).read_text()
+    line = "                run.log(" if name == "sac_continuous.py" else "            run.log("
+    assert source.count(line) == 1
+    own = "torch.cat([x.flatten() for x in agent.state_dict().values()]).double().sum().item()"
+    check = f'{line[: -len("run.log(")]}assert len(set(ranks.gathered({own}))) == 1, "they drift"\n'
+    Path("my_script.py").write_text(source.replace(line, check + line))
+    more = ["--num-envs", 2, "--total-timesteps", total, *["--no-compile"] * ("lstm" not in name)]
+    process = torchrun("my_script.py", *OTHERS[name].split(), *more)
+    out = finish(process)
+    assert process.returncode == 0 and "2 ranks, each with" in out, out
+    (folder,) = Path("runs").iterdir()
+    assert checkpoints.load(folder, "my_script.py")[1]["global_step"] >= total
+
+
+def rank_of(process, number):
+    """The process of a rank that torchrun has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == process.pid and f"RANK={number}".encode() in words:
+            return int(path.name)
+    raise AssertionError("no such rank")
+
+
+def when_it_runs(iterations=3):
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        for path in Path(".").glob("rows_1.txt"):
+            if len(path.read_text().splitlines()) >= iterations:
+                return
+        time.sleep(0.1)
+    raise AssertionError("it does not start")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_a_restart_goes_on_from_it(restarts):
+    copy_with_a_look_inside()
+    total = 2_000_000 if not restarts else 8_000
+    line = [*SMALL.split(), "--total-timesteps", total, "--checkpoint-interval", 640]
+    process = torchrun("my_ppo.py", *line, more=[f"--max-restarts={restarts}"])
+    when_it_runs(12)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    out = finish(process)
+    (folder,) = Path("runs").glob("[!.]*")
+    state = checkpoints.load(folder, "my_ppo.py")[1]
+    if restarts:
+        assert process.returncode == 0, out
+        assert not list(Path("runs").glob(".*")), "nothing is left behind"
+        assert state["global_step"] >= total - 128 and f"{folder}: 2 ranks" in out and out.count("Saved runs/") == 1
+    else:
+        assert process.returncode != 0 and 640 <= state["global_step"] < total
+        assert "another rank is gone" in out or "Stopped after" in out, out
+
+
+def test_one_process_is_alone_and_says_nothing():
+    """Without torchrun nothing is waited for, and what comes out is what went in."""
+    assert (ranks.RANK, ranks.SIZE) == (0, 1) and not torch.distributed.is_initialized()
+    x = torch.randn(7)
+    assert ranks.mean(x, 3.0) is x and ranks.total(5) == 5 and ranks.gathered(x) == [x] and ranks.least(3) == 3
+    np.testing.assert_array_equal(ranks.normalized(x), (x - x.mean()) / (x.std() + 1e-8))
+    assert ranks.Pace(0.1).enough(9, 10, 0) is False and ranks.Pace(0.1).enough(10, 10, 0) is True
+
+
+def test_a_batch_with_fewer_rows_keeps_its_shape_and_every_row():
+    used, rows = ranks.filled(np.arange(5), 8)
+    assert rows == 5 and len(used) == 8 and set(used) == set(range(5))
+    used, rows = ranks.filled(np.arange(9), 8)
+    assert rows == 8 and used.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [("--evaluate runs/x", "are for one process"), ("--unity-path editor", "there is one editor")],
+)
+def test_what_ranks_can_not_do_is_refused(line, match, monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    monkeypatch.setattr(ranks, "begun", lambda: None)
+    if "--evaluate" in line:
+        args = ppo.Args(env_id="parity_env:Parity-v0", num_steps=32, num_minibatches=2, total_timesteps=32)
+        monkeypatch.setattr(ranks, "SIZE", 1)
+        ppo.train(args)
+        monkeypatch.setattr(ranks, "SIZE", 2)
+        line = f"--evaluate {next(Path('runs').iterdir())}"
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous_multiagent.py", *line.split()])
+    with pytest.raises(SystemExit, match=match):
+        ppo.main()
+
+
+def test_a_script_with_actors_refuses_ranks(monkeypatch):
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    with pytest.raises(ValueError, match="--num-actors"):
+        lbc.check(lbc.Args())
+
+
+HOSTS = """
+set -e
+ip netns add {a}; ip netns add {b}
+ip link add {a} type veth peer name {b}
+ip link set {a} netns {a}; ip link set {b} netns {b}
+ip -n {a} addr add 10.77.0.1/24 dev {a}; ip -n {b} addr add 10.77.0.2/24 dev {b}
+for x in {a} {b}; do ip -n $x link set lo up; ip -n $x link set $x up; done
+"""
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts that see each other and nothing else."""
+    names = [f"rank{os.getpid() % 10_000}{letter}" for letter in "ab"]
+    made = subprocess.run(["bash", "-c", HOSTS.format(a=names[0], b=names[1])], capture_output=True, text=True)
+    try:
+        if made.returncode:
+            reason = (made.stderr.strip().splitlines() or ["?"])[-1]
+            pytest.skip(f"network namespaces can't be made here (root, and Debian's iproute2): {reason}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+def test_two_hosts_learn_together(hosts):
+    copy_with_a_look_inside()
+    processes = []
+    for number, host in enumerate(hosts):
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), "."])
+        more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host}
+        command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += ["--nproc_per_node=1", f"--node_rank={number}", "--master_addr=10.77.0.1", "--master_port=29400"]
+        command += ["my_ppo.py", *SMALL.split(), "--total-timesteps", "512"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        processes.append(subprocess.Popen(command, env={**os.environ, **more}, start_new_session=True, **pipes))
+    outs = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    rows = [np.loadtxt(f"rows_{rank}.txt", ndmin=2) for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) == 4 and not np.abs(np.concatenate(rows)[:, 1]).any()
