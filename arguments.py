@@ -211,6 +211,18 @@ def check(args, above_0=(), from_0=(), from_0_to_1=(), at_most=()):
         raise ValueError(f"--device {args.device}: not on this machine, which has {there}")
 
 
+def batches(args, n):
+    """Decisions of this rank's batch, of a minibatch, and how many batches there are; n: agents."""
+    batch_size = n * args.num_steps
+    if batch_size % args.num_minibatches:
+        size = f"{n} x {args.num_steps} = {batch_size} decisions"
+        raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
+    if args.total_timesteps < batch_size * ranks.SIZE:
+        size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
+        raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
+    return batch_size, batch_size // args.num_minibatches, args.total_timesteps // (batch_size * ranks.SIZE)
+
+
 def check_memory(name, value, needed):
     """What would not fit is refused before it is taken."""
     try:

@@ -18,14 +18,23 @@ from envs.vector import FILM_STEPS
 
 
 def play_vectors(agent, spec, n):
-    """For evaluate(): a policy that sees one vector, and a mask if it has choices."""
+    """For evaluate(): a policy that sees one vector, a mask if it has choices, and what it remembers if it does."""
     acting, act, choices = fast.Acting(agent, deterministic=True), None, sum(spec.get("branches", ()))
+    memory = np.zeros((n, 2 * spec.get("memory", 0)), np.float32)
 
     def play(obs, infos, who, begins):
         nonlocal act
-        seen = (obs[who], infos["action_mask"][who]) if choices else (obs[who],)
+        memory[begins] = 0
+        seen = [obs[who]]
+        if choices:
+            seen.append(infos["action_mask"][who])
+        if memory.size:
+            seen.append(memory[who])
         act = act or acting.checked(*seen)
-        return act(*seen)[1]
+        _, actions, *remembered = act(*seen)
+        if remembered:
+            memory[who] = remembered[0]
+        return actions
 
     return play
 

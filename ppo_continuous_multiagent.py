@@ -369,15 +369,7 @@ def train(args, resumed=None):
     check(args)
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs, n = run.envs, run.envs.num_envs
-        spec, batch_size = runs.describe(args, envs), n * args.num_steps
-        if batch_size % args.num_minibatches:
-            size = f"{n} x {args.num_steps} = {batch_size} decisions"
-            raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
-        if args.total_timesteps < batch_size * ranks.SIZE:
-            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
-            raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
-        minibatch_size = batch_size // args.num_minibatches
-        num_iterations = args.total_timesteps // (batch_size * ranks.SIZE)
+        spec, (batch_size, minibatch_size, num_iterations) = runs.describe(args, envs), runs.batches(args, n)
         total = num_iterations * batch_size * ranks.SIZE
 
         agent = Agent(spec, args).to(args.device)

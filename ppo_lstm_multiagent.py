@@ -417,35 +417,12 @@ def minibatches(begins, args):
             yield *(torch.as_tensor(x, device=args.device) for x in (rows, starts[some])), torch.as_tensor(sizes)
 
 
-def play(agent, spec, n):
-    """For --evaluate: a policy that remembers, for each slot."""
-    acting, memory, act = fast.Acting(agent, deterministic=True), np.zeros((n, 2 * spec["memory"]), np.float32), None
-
-    def choose(obs, infos, who, begins):
-        nonlocal act
-        memory[begins] = 0
-        seen = obs[who], infos["action_mask"][who], memory[who]
-        act = act or acting.checked(*seen)
-        _, actions, memory[who] = act(*seen)
-        return actions
-
-    return choose
-
-
 def train(args, resumed=None):
     """resumed: path and content of a checkpoint to go on from."""
     check(args)
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs, n = run.envs, run.envs.num_envs
-        spec, batch_size = describe(args, envs), n * args.num_steps
-        if batch_size % args.num_minibatches:
-            size = f"{n} x {args.num_steps} = {batch_size} decisions"
-            raise ValueError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}")
-        if args.total_timesteps < batch_size * ranks.SIZE:
-            size = f"{n} agents x --num-steps {args.num_steps} = {batch_size} decisions" + " a rank" * (ranks.SIZE > 1)
-            raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
-        minibatch_size = batch_size // args.num_minibatches
-        num_iterations = args.total_timesteps // (batch_size * ranks.SIZE)
+        spec, (batch_size, minibatch_size, num_iterations) = describe(args, envs), runs.batches(args, n)
         total = num_iterations * batch_size * ranks.SIZE
 
         agent = Agent(spec, args).to(args.device)
@@ -458,7 +435,7 @@ def train(args, resumed=None):
         kept, running = {"optimizer": optimizer, "return_rms": return_rms}, {"discounted": rollout.discounted}
         running["memory"] = rollout.now
         words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, total, spec, agent, kept, play, running=running)
+        next_obs, infos = run.start(words, total, spec, agent, kept, running=running)
         ready = np.flatnonzero(infos["ready"])
         obs, mask = next_obs[ready], infos["action_mask"][ready]  # of those who ask for an action
         rollout.open(ready, obs, mask)
@@ -507,7 +484,7 @@ def train(args, resumed=None):
 
 
 def main():
-    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, play)
+    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check)
 
 
 if __name__ == "__main__":

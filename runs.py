@@ -33,12 +33,13 @@ import torch
 
 import fast
 import ranks
-from arguments import FREE, Args, Bounds, bounds, check, check_memory, command_line, describe, option
+from arguments import FREE, Args, Bounds, batches, bounds, check, check_memory, command_line, describe, option
 from checkpoints import FORMAT, Lock, copy_of, fingerprint, load, put_back, random_state, save, seal, set_random_state
 from envs import EngineError
 from policies import film, play_vectors, use
 
-__all__ = ["Args", "Bounds", "Run", "bounds", "check", "check_memory", "describe", "main"]  # what scripts use
+# What scripts use.
+__all__ = ["Args", "Bounds", "Run", "batches", "bounds", "check", "check_memory", "describe", "main"]
 
 WORTH = 5_000  # updates that earn back the seconds of compiling
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -16,6 +16,7 @@ from test_discrete import masks_of
 import fast
 import policies
 import ppo_lstm_multiagent as ppo
+from policies import play_vectors
 
 SMALL = dict(
     env_id="parity_env:MaskedBranches-v0", num_steps=64, num_minibatches=4, update_epochs=2, hidden_sizes=(8,),
@@ -260,7 +261,7 @@ def test_resume_equals_uninterrupted(monkeypatch, tmp_path):
 def test_evaluation_forgets_at_an_episodes_beginning(monkeypatch):
     """And remembers in between, slot by slot."""
     agent = ppo.Agent(SPEC, ppo.Args(**SMALL))
-    choose, rng = ppo.play(agent, SPEC, 3), np.random.default_rng(0)
+    choose, rng = play_vectors(agent, SPEC, 3), np.random.default_rng(0)
     memory = torch.zeros(3, 24)
     torch.nn.init.normal_(agent.actor.weight)
     for step in range(20):
