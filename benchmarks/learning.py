@@ -1,4 +1,5 @@
-"""Learning curves: run a script, or SB3 with the same settings, keep the curve as a CSV, and draw what there is.
+"""Learning curves: run a script, or SB3 with the same settings, and keep the curve as a CSV. run.py makes all of the
+docs' curves with it, plots.py draws them.
 
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/learning.py my_ppo.py --env-id HalfCheetah-v5 --seeds 1 2 3 --jobs 2 --out my_results     a copy
@@ -8,26 +9,30 @@
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME     it is there already
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher2Dof-v0 --label one-env --num-envs 1
-    python benchmarks/learning.py plot --out my_results
+    python benchmarks/plots.py --out my_results                                                     draw what there is
 
 Further arguments go to the script, which compiles its update if the run is long enough (--no-compile: it does not).
 Curves are benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels ENV-pixels.SCRIPT.SEED.csv: decisions, mean return
-and length of the episodes that ended in an iteration, and their success rate if the env tells. The table gives each
-run's mean over its last tenth. --evaluate plays so many episodes with the saved policy, in a new process and with envs
-of another seed. --jobs runs so many at a time, each in one thread and with its output in a log. --out keeps the curves
-in that folder, and the runs themselves, with their checkpoints and logs, in its runs/.
+and length of the episodes that ended in an iteration, their success rate if the env tells, and the seconds by the clock
+since the run began to learn. The table gives each run's mean over its last tenth. --evaluate plays so many episodes
+with the saved policy, in a new process and with envs of another seed. --jobs runs so many at a time, each in one thread
+and with its output in a log. --out keeps the curves in that folder, and the runs themselves, with their checkpoints and
+logs, in its runs/.
 """
 
 import argparse
+import contextlib
 import csv
 import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -35,45 +40,73 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; ML-Agents' own figures
-    "HalfCheetah-v5": (1443, "CleanRL"),
-    "Hopper-v5": (2383, "CleanRL"),
-    "Walker2d-v5": (2288, "CleanRL"),
-    "3DBall": (100, "ML-Agents"),
-    "Crawler": (2353, "Unity's own policy in this scene"),
-    "CartPole-v1": (475, "solved"),
-    "LunarLander-v3": (200, "solved"),
-    "Basic": (0.93, "ML-Agents"),
-    "PushBlock": (4.5, "ML-Agents"),
-    "Hallway": (0.7, "ML-Agents"),
-    "GodotDiscs": (1.7, "solved"),
-}
+COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two where they are known
 
 
 class Failed(Exception):
     """A run that ended without a curve; the last line that it wrote."""
 
 
+running, starting, stopping = set(), threading.Lock(), threading.Event()
+
+
+def call(command, **how):
+    """A process's exit code. It has a session of its own: Ctrl-C comes to us alone, and we end what is ours."""
+    with starting:
+        if stopping.is_set():
+            raise Failed("stopped")
+        process = subprocess.Popen(command, start_new_session=True, **how)
+        running.add(process)
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        end_runs()
+        raise
+    finally:
+        running.discard(process)
+    if stopping.is_set():
+        raise Failed("stopped")
+    return process.returncode
+
+
+def end_runs(patience=10):
+    """Begin no others. A script that is asked twice closes its players at once; one that does not end is killed with
+    all that it has started."""
+    stopping.set()
+    with starting:
+        mine = list(running)
+    for seconds in (0.5, patience, 0):
+        for process in mine:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    process.terminate() if seconds else os.killpg(process.pid, signal.SIGKILL)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(process.poll() is None for process in mine):
+            with contextlib.suppress(KeyboardInterrupt):  # somebody is impatient, but it is a matter of moments
+                time.sleep(0.05)
+
+
 def run_script(script, seed, args, more):
     """A run's curve, and what there is to say about it. With --out the run stays there, else nowhere."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder, log, quiet = args.out or Path(temporary), Path(temporary, "log.txt"), args.jobs > 1
+        folder, log, quiet = args.out or Path(temporary), args.log or Path(temporary, "log.txt"), args.quiet
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        environment |= {"OMP_NUM_THREADS": "1"} if quiet else {}
+        environment |= {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
         env = re.sub(r"[^\w.+-]+", "-", args.env_id.split(":")[-1])  # another env's run may be in the same folder
-        name = f"runs/{env}__{'*' if '--exp-name' in more else script.stem}__{seed}__*"
+        named = more[more.index("--exp-name") + 1] if "--exp-name" in more else script.stem
+        name = f"runs/{env}__{named}__{seed}__*"
         before = set(folder.glob(name))
         command = [sys.executable, str(script), "--env-id", args.env_id, "--seed", str(seed), *more]
-        print(" ".join(command) + "\n", end="", flush=True)
+        say(command, args)
         with open(log, "w") as file:  # a single run is seen while it runs, but for what it says when it fails
-            out = subprocess.run(command, cwd=folder, env=environment, stdout=file if quiet else None, stderr=file)
+            code = call(command, cwd=folder, env=environment, stdout=file if quiet else None, stderr=file)
         text = log.read_text()
         if not quiet:
             print(text, end="", file=sys.stderr, flush=True)
         runs = sorted(set(folder.glob(name)) - before)
         if runs and args.out and quiet:
             shutil.copy(log, runs[0] / "log.txt")
-        if out.returncode or not runs:
+        if code or not runs:
             raise Failed(last_line(text))
         return read_events(runs[0]), evaluate(script, runs[0], seed, args, environment)
 
@@ -83,8 +116,15 @@ def evaluate(script, run, seed, args, environment):
         return ""
     command = [sys.executable, str(script), "--evaluate", str(run.resolve()), "--eval-episodes", str(args.evaluate)]
     command += ["--seed", str(seed + 1000)]
-    out = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True)
-    return "\n" + last_line(out.stderr if out.returncode else out.stdout)  # without it the curve is worth keeping too
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        said = err if call(command, cwd=run, env=environment, stdout=out, stderr=err) else out
+        said.seek(0)
+        return "\n" + last_line(said.read())  # without it the curve is worth keeping too
+
+
+def say(command, args):
+    if not args.log:
+        print(" ".join(command) + "\n", end="", flush=True)
 
 
 def last_line(text):
@@ -96,10 +136,13 @@ def run_sb3_apart(seed, args, more):
     """SB3 in a process of its own, so that there can be several."""
     command = [sys.executable, __file__, args.what, "--env-id", args.env_id, "--seeds", str(seed), *more]
     command += ["--out", str(args.out or RESULTS), *(["--label", args.label] if args.label else [])]
-    print(" ".join(command) + "\n", end="", flush=True)
-    out = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if out.returncode:
-        raise Failed(last_line(out.stderr))
+    say(command, args)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(args.log, "w+") if args.log else tempfile.TemporaryFile("w+"))
+        code = call(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+        file.seek(0)
+        if code:
+            raise Failed(last_line(file.read()))
     return read_csv(csv_of(seed, args, more)), ""
 
 
@@ -107,11 +150,26 @@ def read_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    if "charts/episodic_return" not in events.Tags()["scalars"]:
+    tags = {"return": "episodic_return", "length": "episodic_length", "success": "success_rate"}
+    told = {name: f"charts/{tag}" for name, tag in tags.items() if f"charts/{tag}" in events.Tags()["scalars"]}
+    if "return" not in told:
         raise Failed("no episode ended in it, so there is no curve: give more --total-timesteps")
-    returns, lengths = (events.Scalars(f"charts/episodic_{name}") for name in ("return", "length"))
-    rates = [events.Scalars("charts/success_rate")] if "charts/success_rate" in events.Tags()["scalars"] else []
-    return [(row[0].step, *(x.value for x in row)) for row in zip(returns, lengths, *rates, strict=True)]
+    points = {name: events.Scalars(tag) for name, tag in told.items()}
+    curve = {"decisions": np.array([point.step for point in points["return"]], float)}
+    curve |= {name: np.array([point.value for point in row]) for name, row in points.items()}
+    stamps = np.array([point.wall_time for point in points["return"]])
+    return curve | {"seconds": since_start(stamps, events.FirstEventTimestamp(), folder)}
+
+
+def since_start(stamps, first, folder):
+    """Seconds that a run took until these stamps. A run that was resumed has a file of events for each of its lives:
+    between them nobody ran."""
+    seconds = stamps - first
+    for begin in sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*"))[1:]:
+        before = stamps < begin
+        if before.any():
+            seconds[~before] -= begin - stamps[before].max()
+    return seconds
 
 
 def run_sb3(what, env_id, seed, more):
@@ -123,7 +181,7 @@ def run_sb3(what, env_id, seed, more):
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    rows, every = [], 1000
+    rows, every, start = [], 1000, time.time()
 
     class Log(BaseCallback):
         ended = []
@@ -132,7 +190,7 @@ def run_sb3(what, env_id, seed, more):
             self.ended += [info["episode"] for info in self.locals["infos"] if "episode" in info]
             if self.num_timesteps % every == 0 and self.ended:
                 means = (np.mean([episode[key] for episode in self.ended]) for key in ("r", "l"))
-                rows.append((self.num_timesteps, *means))
+                rows.append((self.num_timesteps, *means, time.time() - start))
                 self.ended = []
                 if len(rows) % 20 == 0:
                     print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}", flush=True)
@@ -178,12 +236,15 @@ def run_sb3(what, env_id, seed, more):
             vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, policy_kwargs=layers, seed=seed, device="cpu",
         )  # fmt: skip
         every = args.num_steps * args.num_envs
+    start = time.time()
     model.learn(total, callback=Log())
-    return rows
+    if not rows:
+        raise Failed("no episode ended in it, so there is no curve: give more --total-timesteps")
+    return dict(zip(("decisions", "return", "length", "seconds"), np.array(rows, float).T, strict=True))
 
 
-def last_tenth(rows, column=1):
-    return np.mean([row[column] for row in rows if row[0] > 0.9 * rows[-1][0]])
+def last_tenth(curve, column="return"):
+    return curve[column][curve["decisions"] > 0.9 * curve["decisions"][-1]].mean()
 
 
 def csv_of(seed, args, more):
@@ -192,80 +253,56 @@ def csv_of(seed, args, more):
 
 
 def read_csv(path):
-    with open(path) as file:
-        return [tuple(map(float, row)) for row in list(csv.reader(file))[1:]]
+    """Column by column. Raises ValueError if it is not whole."""
+    with open(path, newline="") as file:
+        header, *rows = list(csv.reader(file)) or [[]]
+    if not rows or tuple(header[:3]) != COLUMNS[:3]:
+        raise ValueError(f"{path} has no curve")
+    return dict(zip(header, np.array([[float(x) for x in row] for row in rows]).T, strict=True))
 
 
-def write_csv(path, rows):
-    with open(path, "w", newline="") as file:
-        header = ("decisions", "return", "length", "success")[: len(rows[0])]
-        csv.writer(file).writerows([header, *((step, *(f"{x:.6g}" for x in values)) for step, *values in rows)])
+def write_csv(path, curve):
+    """All of it or nothing."""
+    names = [name for name in COLUMNS if name in curve]
+    rows = zip(*(curve[name] for name in names), strict=True)
+    with tempfile.NamedTemporaryFile("w", newline="", dir=path.parent, suffix=".part", delete=False) as file:
+        csv.writer(file).writerows([names, *((int(step), *(f"{x:.6g}" for x in values)) for step, *values in rows)])
+    os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+    os.replace(file.name, path)
+
+
+def in_words(curve):
+    success = f", success {last_tenth(curve, 'success'):.1%}," if "success" in curve else ""
+    return f"{last_tenth(curve):.4g}{success} over the last tenth"
 
 
 def print_table(name, label, runs):
-    ends = [last_tenth(rows) for rows in runs]
+    ends = [last_tenth(curve) for curve in runs]
     rates = ""
-    if len(runs[0][0]) > 3:
-        rates = "   success " + " ".join(f"{last_tenth(rows, 3):.1%}" for rows in runs)
-    each = " ".join(f"{end:.1f}" for end in ends)
+    if "success" in runs[0]:
+        rates = "   success " + " ".join(f"{last_tenth(curve, 'success'):.1%}" for curve in runs)
+    each = " ".join(f"{end:.4g}" for end in ends)
     print(f"{name:20} {label:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {each}{rates}", flush=True)
-
-
-def plot(results):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    curves = defaultdict(lambda: defaultdict(list))
-    for path in sorted(results.glob("*.csv")):
-        env_id, script, _ = path.stem.split(".")
-        picture = f"{env_id}.sac" if "sac" in script else env_id  # of their own: SAC's runs are shorter
-        curves[picture][script].append(read_csv(path))
-    if not curves:
-        raise SystemExit(f"{results} has no curves: run a script first")
-    colors = ("tab:blue", "tab:orange", "tab:green", "tab:red")
-    for picture, scripts in curves.items():
-        figure, axes = plt.subplots(figsize=(6, 3.5), dpi=110)
-        for color, (script, runs) in zip(colors, sorted(scripts.items()), strict=False):
-            for k, rows in enumerate(runs):
-                steps, values = np.array(rows).T[:2]
-                width = max(1, len(steps) // 100)
-                smooth = np.convolve(values, np.ones(width) / width, "valid")
-                label = script if k == 0 else None
-                axes.plot(steps[width - 1 :], smooth, color=color, lw=1.2, alpha=0.8, label=label)
-            print_table(picture, script, runs)
-        if picture in TARGETS:
-            axes.axhline(TARGETS[picture][0], color="gray", ls=":", lw=1, label=TARGETS[picture][1])
-        axes.set(title=picture.removesuffix(".sac"), xlabel="decisions", ylabel="return of training episodes")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(results / f"{picture}.png")
-        plt.close(figure)
 
 
 def run(seed, args, more):
     """One seed's curve, kept as a CSV too, what there is to say about the run, and why it failed, if it did."""
-    rows, said = [], ""
+    curve, said = {}, ""
     try:
         if args.run:
-            rows = read_events(args.run)
+            curve = read_events(args.run)
         elif not args.what.startswith("sb3-"):
-            rows, said = run_script(args.script, seed, args, more)
-        elif args.jobs > 1:
-            rows, said = run_sb3_apart(seed, args, more)
+            curve, said = run_script(args.script, seed, args, more)
+        elif args.quiet:
+            curve, said = run_sb3_apart(seed, args, more)
         else:
-            rows = run_sb3(args.what, args.env_id, seed, more)
-        if not rows:
-            raise Failed("no episode ended in it, so there is no curve: give more --total-timesteps")
-        write_csv(csv_of(seed, args, more), rows)
+            curve = run_sb3(args.what, args.env_id, seed, more)
+        write_csv(csv_of(seed, args, more), curve)
     except Failed as error:
-        return [], said, str(error)
+        return {}, said, str(error)
     except Exception as error:  # whatever it is, the other seeds' runs go on
-        return [], said, f"{type(error).__name__}: {error}"
-    return rows, said, None
+        return {}, said, f"{type(error).__name__}: {error}"
+    return curve, said, None
 
 
 def run_all(args, more):
@@ -278,8 +315,11 @@ def run_all(args, more):
     try:
         tasks = {pool.submit(run, seed, args, more): seed for seed in seeds}
         yield from ((tasks[task], task.result()) for task in as_completed(tasks))
+    except BaseException:
+        end_runs()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C ends the runs that run, and begins no others
+        pool.shutdown(cancel_futures=True)
 
 
 def main():
@@ -295,7 +335,9 @@ def main():
     args, more = parser.parse_known_args()
     args.out = args.out and args.out.resolve()
     if args.what == "plot":
-        return plot(args.out or RESULTS)
+        import plots
+
+        return plots.draw_all(args.out or RESULTS)
     if not args.env_id:
         raise SystemExit("--env-id is missing: which env is it to learn?")
     if args.jobs < 1:
@@ -304,15 +346,15 @@ def main():
     if args.script is None and not args.what.startswith("sb3-") and not args.run:
         raise SystemExit(f"{args.what}: there is no such script")
     (args.out or RESULTS).mkdir(parents=True, exist_ok=True)
+    args.quiet, args.log = args.jobs > 1, None
     curves, failed = {}, {}
-    for seed, (rows, said, why) in run_all(args, more):
+    for seed, (curve, said, why) in run_all(args, more):
         if why:
             failed[seed] = why
             print(f"{args.env_id} seed {seed}: failed", flush=True)
             continue
-        curves[seed] = rows
-        success = f", success {last_tenth(rows, 3):.1%}," if len(rows[0]) > 3 else ""
-        print(f"{args.env_id} seed {seed}: {last_tenth(rows):.1f}{success} over the last tenth{said}", flush=True)
+        curves[seed] = curve
+        print(f"{args.env_id} seed {seed}: {in_words(curve)}{said}", flush=True)
     if curves:
         print_table(args.env_id, args.label or Path(args.what).stem, [curves[seed] for seed in sorted(curves)])
     if failed:
@@ -320,4 +362,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

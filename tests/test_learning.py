@@ -35,7 +35,11 @@ def test_two_runs_at_a_time_are_kept_and_drawn(tmp_path):
     assert out.returncode == 0, out.stderr
     for seed in (1, 2):
         lines = (tmp_path / "mine" / f"{ENV}.ppo_continuous_multiagent.{seed}.csv").read_text().splitlines()
-        assert lines[0] == "decisions,return,length" and [x.split(",")[0] for x in lines[1:]] == ["64", "128", "192"]
+        assert lines[0] == "decisions,return,length,seconds" and [x.split(",")[0] for x in lines[1:]] == [
+            "64",
+            "128",
+            "192",
+        ]
         (run,) = (tmp_path / "mine" / "runs").glob(f"Parity-v0__*__{seed}__*")
         assert (run / "checkpoint.pt").exists() and "192 steps" in (run / "log.txt").read_text()
         assert f"seed {seed}: " in out.stdout
