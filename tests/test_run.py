@@ -1,0 +1,236 @@
+"""benchmarks/run.py goes on with what is missing, and loses nothing to a run that fails; benchmarks/plots.py says what
+is in the curves. A stub in the place of a script writes the events of a run in no time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import learning
+import plots
+
+STUB = """
+import argparse, os, pathlib, sys, time
+
+parser = argparse.ArgumentParser()
+for name in ("env-id", "seed", "total-timesteps", "exp-name", "evaluate", "eval-episodes"):
+    parser.add_argument(f"--{name}")
+args = parser.parse_args()
+here = pathlib.Path(__file__).parent
+if args.evaluate:
+    sys.exit(print("x after 1,000 decisions, 9 episodes of 5 decisions on average: return 7.00 ± 1.00, from 6 to 8"))
+with open(here / "begun.txt", "a") as file:
+    file.write(f"{args.seed}\\n")
+if (here / f"hang.{args.seed}").exists():
+    (here / "pid.txt").write_text(str(os.getpid()))
+    time.sleep(60)
+if (here / f"break.{args.seed}").exists():
+    sys.exit("it broke: no such thing")
+total = int(args.total_timesteps) // (2 if (here / f"half.{args.seed}").exists() else 1)
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+folder = pathlib.Path("runs", f"{args.env_id}__{args.exp_name or 'stub'}__{args.seed}__{time.time_ns()}")
+writer = EventFileWriter(str(folder))
+for step in range(100, total + 1, 100):
+    for tag, value in (("return", step / 10 + int(args.seed)), ("length", 5)):
+        summary = Summary(value=[Summary.Value(tag=f"charts/episodic_{tag}", simple_value=value)])
+        writer.add_event(Event(wall_time=time.time() + step / 100, step=step, summary=summary))
+writer.close()
+"""
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """A matrix of the stub with three seeds. It can be told to hang, to break, or to end halfway with one of them."""
+    (tmp_path / "stub.py").write_text(STUB)
+    driver = (
+        f"import run\nrun.QUICK = [run.Row({str(tmp_path / 'stub.py')!r}, 'Toy-v0', (1, 2, 3), 1000, evaluate=9)]\n"
+    )
+    (tmp_path / "driver.py").write_text(f"{driver}run.main()\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    command = [sys.executable, str(tmp_path / "driver.py"), "--quick", "--out", str(tmp_path / "out"), "--jobs", "1"]
+
+    class Matrix:
+        folder, out = tmp_path, tmp_path / "out"
+
+        def start(self, *more):
+            pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, **pipe)
+
+        def run(self, *more):
+            process = self.start(*more)
+            out, err = process.communicate(timeout=60)
+            return process.returncode, out, err
+
+        def begun(self):
+            """Seeds of the runs that were begun since the last look."""
+            path = tmp_path / "begun.txt"
+            seeds = path.read_text().split() if path.exists() else []
+            path.unlink(missing_ok=True)
+            return seeds
+
+        def csv(self, seed):
+            return self.out / f"Toy-v0.stub.{seed}.csv"
+
+    return Matrix()
+
+
+def test_an_interrupted_matrix_goes_on_with_what_is_missing(matrix):
+    (matrix.folder / "hang.2").touch()
+    process, pid = matrix.start(), matrix.folder / "pid.txt"
+    until = time.monotonic() + 40
+    while not pid.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert "To go on: python " in out.splitlines()[-1] and "--quick" in out.splitlines()[-1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert matrix.begun() == ["1", "2"] and matrix.csv(1).exists() and not matrix.csv(2).exists()
+    (matrix.folder / "hang.2").unlink()
+    code, out, err = matrix.run()
+    assert code == 0 and "1 of 3 runs are there, 2 to go" in out, err
+    assert matrix.begun() == ["2", "3"] and all(matrix.csv(seed).exists() for seed in (1, 2, 3))
+    code, out, _ = matrix.run()
+    assert code == 0 and matrix.begun() == [] and "3 of 3 runs are there" in out
+    assert "return 7.00 ± 1.00" in matrix.csv(1).with_suffix(".txt").read_text(), "what the saved policy did is kept"
+
+
+def test_a_half_csv_does_not_count(matrix):
+    assert matrix.run()[0] == 0
+    text, seeds = matrix.csv(1).read_text(), matrix.begun()
+    halves = {1: text[: len(text) // 2], 2: text[: text.index("\n600,")], 3: ""}
+    for seed, half in halves.items():
+        matrix.csv(seed).write_text(half)
+    code, out, _ = matrix.run("--list")
+    assert out.count("missing") == 3 and matrix.begun() == [] and matrix.csv(3).read_text() == "", "--list runs nothing"
+    assert matrix.run()[0] == 0 and matrix.begun() == seeds and matrix.csv(1).read_text().count("\n") == 11
+
+
+def test_a_failing_run_is_a_line_and_stops_no_other(matrix):
+    (matrix.folder / "break.1").touch()
+    (matrix.folder / "half.2").touch()
+    code, out, err = matrix.run()
+    assert code == 1 and matrix.begun() == ["1", "2", "3"] and matrix.csv(3).exists()
+    assert "[1/3] Toy-v0 stub 1: failed: it broke: no such thing\n" in out
+    assert "[2/3] Toy-v0 stub 2: failed: ended after 500 of 1,000 decisions\n" in out
+    assert err.startswith("2 failed: Toy-v0 stub 1, Toy-v0 stub 2. ") and len(err.splitlines()) == 1
+    (matrix.folder / "break.1").unlink()
+    (matrix.folder / "half.2").unlink()
+    assert matrix.run()[0] == 0 and matrix.begun() == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ([], "one of the arguments --quick --full is required"),
+        (["--quick", "--jobs", "0"], "--jobs 0: must be above 0"),
+        (["--quick", "Nowhere-v0"], "Nowhere-v0: not in the matrix"),
+        (["--quick", "--full"], "not allowed with argument"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, line, match):
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *line]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 1 and match in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
+
+
+def test_the_matrix_names_scripts_and_peers_that_are_there():
+    import run
+
+    for row in run.QUICK + run.FULL:
+        assert (ROOT / row.script).is_file() and row.sb3 in ("", "sb3-ppo", "sb3-sac", "sb3-ppo-pixel"), row
+    for rows in (run.QUICK, run.FULL):
+        paths = [job.path for job in run.jobs_of(rows, ROOT, 1)]
+        assert len(paths) == len(set(paths)), "two runs would have one curve"
+
+
+# Curves, tables and pictures
+
+
+def line(steps, returns, **more):
+    return {
+        "decisions": np.array(steps, float),
+        "return": np.array(returns, float),
+        "length": np.ones(len(steps)),
+        **more,
+    }
+
+
+def test_the_tables_numbers_are_those_of_the_csv(tmp_path):
+    steps = np.arange(1, 101) * 1000
+    for seed, shift in ((1, 0), (2, 10)):  # 5 to 500, and 10 more
+        learning.write_csv(tmp_path / f"CartPole-v1.mine.{seed}.csv", line(steps, steps / 200 + shift))
+    (tmp_path / "CartPole-v1.mine.1.txt").write_text(
+        "p after 1 decisions: return 499.50 ± 1.50, from 490.00 to 500.00\n"
+    )
+    text = plots.table(plots.read_all(tmp_path), tmp_path)
+    names, _, cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines())
+    told = dict(zip(names, cells, strict=True))
+    # Beyond 0.9 of 100,000 are 91,000 to 100,000, with a mean of 95,500 / 200; 475 is reached at 95,000 and 93,000.
+    assert told["over the last tenth"] == "477.5, 487.5" and told["mean ± std"] == "482.5 ± 5.00"
+    assert told["first at the goal"] == "95,000, 93,000" and told["goal"] == "475"
+    assert told["seeds"] == "1, 2" and told["decisions"] == "100,000" and told["evaluated"] == "499.50 ± 1.50"
+    assert "seconds" not in names and "success" not in names
+
+
+def test_first_at_the_goal_waits_for_the_mean_of_so_many_iterations():
+    curve = line([10, 20, 30, 40], [0, 9, 3, 9])
+    assert plots.first_at(curve, "return", 9, 1) == 20
+    assert plots.first_at(curve, "return", 6, 2) == 30
+    assert plots.first_at(curve, "return", 8, 3) is None and plots.first_at(curve, "return", 0, 5) is None
+
+
+def test_a_picture_smooths_over_the_decisions_before():
+    steps = np.arange(1, 101) * 10
+    assert np.allclose(plots.smoothed(line(steps, steps))[1:], steps[1:] - 5), "the mean of two: 2 % are 20 decisions"
+
+
+def test_seconds_come_from_the_stamps_and_go_through_a_csv(matrix):
+    assert matrix.run()[0] == 0
+    curve = learning.read_csv(matrix.csv(1))
+    assert list(curve) == ["decisions", "return", "length", "seconds"]
+    assert np.allclose(np.diff(curve["seconds"]), 1, atol=0.2) and 0.5 < curve["seconds"][0] < 5
+    again = matrix.folder / "again.csv"
+    learning.write_csv(again, curve)
+    assert again.read_text() == matrix.csv(1).read_text() and not list(matrix.folder.glob("*.part"))
+
+
+def test_a_pause_before_a_resume_is_not_wall_time(tmp_path):
+    for begin in (1000, 5000):  # a file of events for each of its two lives
+        (tmp_path / f"events.out.tfevents.{begin}.host.1.0").touch()
+    stamps = np.array([1010.0, 1020.0, 5010.0, 5020.0])
+    assert learning.since_start(stamps, 1000.0, tmp_path).tolist() == [10, 20, 30, 40]
+
+
+def test_old_curves_without_seconds_still_draw(tmp_path, capsys):
+    steps = np.arange(1, 51) * 100
+    learning.write_csv(tmp_path / "Toy-v0.old.1.csv", line(steps, steps))
+    plots.draw_all(tmp_path)
+    told = capsys.readouterr().out
+    assert "1 curves have no seconds" in told and "Toy-v0 old 1" in told
+    assert len(plots.draw("Toy-v0", plots.read_all(tmp_path)["Toy-v0"]).axes) == 1, "no wall time is made up"
+    learning.write_csv(tmp_path / "Toy-v0.new.1.csv", line(steps, steps, seconds=steps / 10))
+    (tmp_path / "Toy-v0.new.2.csv").write_text("decisions,return,length\n1,2")
+    plots.draw_all(tmp_path)
+    told = capsys.readouterr().out
+    assert "Toy-v0.new.2.csv is not a whole curve: left out" in told
+    both, timed = plots.draw("Toy-v0", plots.read_all(tmp_path)["Toy-v0"]).axes
+    assert len(both.lines) == 2 and len(timed.lines) == 1, "only the curve that has seconds"
+    assert (tmp_path / "Toy-v0.png").stat().st_size > 0 and "| new | 1 |" in (tmp_path / "tables.md").read_text()
+
+
+def test_every_picture_of_the_docs_has_its_curve():
+    pictures = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        pictures |= set(plots.re.findall(r"benchmarks/results/([^/\s\"]+)\.png", page.read_text()))
+    assert pictures and pictures <= set(plots.read_all(learning.RESULTS)), "each comes from plots.py"
