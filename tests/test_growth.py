@@ -1,0 +1,64 @@
+"""benchmarks/growth.py measures what it says, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import growth
+
+
+def run(folder, *line):
+    command = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), *map(str, line)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_more_agents_in_a_player_are_a_row_each(tmp_path):
+    out = run(tmp_path, "agents", "--rounds", 1, "--seconds", 0.2)
+    assert out.returncode == 0, out.stderr
+    names = [line.split(" | ")[0] for line in out.stdout.splitlines() if line.startswith("| ")]
+    assert names == ["| one player", "| ---", "| 10 agents", "| 40 agents", "| 160 agents"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_compared_takes_turns():
+    order = []
+    measures = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
+    assert growth.turns(measures, 2) == {"a": [1, 3], "b": [2, 4]} and order == ["a", "b", "a", "b"]
+
+
+def test_batches_are_of_equally_many_decisions_whoever_makes_them():
+    class Args:
+        batch, steps = 20_480, 81_920
+
+    for players, ranks in ((1, 1), (2, 1), (4, 1), (1, 2)):
+        line = growth.settings(players, Args, ranks)
+        steps = line[line.index("--num-steps") + 1]
+        assert steps * players * ranks * growth.AGENTS == Args.batch
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+def test_resident_memory_is_what_a_process_holds():
+    before = growth.resident(os.getpid())
+    held = np.ones(10_000_000)  # 80 MB
+    assert 60 < growth.resident(os.getpid()) - before < 100 and len(held)
+    assert growth.resident(2**30) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (["size"], "size: not one of agents, players, memory, ranks"),
+        (["--batch", 50], "--batch 50: must be a multiple of 40"),
+        (["--steps", 10], "--steps 10, --decisions 2000000: must be a --batch, 20480, or more"),
+        (["--rounds", 0], "--rounds 0: must be above 0"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, line, match):
+    out = run(tmp_path, *line)
+    assert out.returncode == 1 and match in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
