@@ -92,11 +92,11 @@ FULL = [
     Row(BANDIT, "Basic", THREE, 50_000, "--no-compile", evaluate=100),
     Row(BANDIT, "InvertedPendulum-v5", THREE, 100_000, "--no-compile --bins 11", evaluate=100),
     Row(BANDIT, "Pendulum-v1", THREE, 200_000, "--no-compile --bins 5 --reward-scale 0.01", evaluate=100),
-    Row(PIXELS, "DummyPixels-v0", THREE, 100_000, evaluate=200),
-    Row(PIXELS, "DummyPixelsDiscrete-v0", THREE, 100_000, evaluate=200),
-    Row(PIXELS, "GridWorld", ONE, 100_000, evaluate=200),
-    Row(PIXELS, "InvertedPendulum-v5", ONE, 150_000, "--from-pixels", sb3="sb3-ppo-pixel"),
-    Row(PIXELS, "Reacher-v5", ONE, 150_000, "--from-pixels", sb3="sb3-ppo-pixel"),
+    Row(PIXELS, "DummyPixels-v0", THREE, 100_000, "--no-compile", evaluate=200),
+    Row(PIXELS, "DummyPixelsDiscrete-v0", THREE, 100_000, "--no-compile", evaluate=200),
+    Row(PIXELS, "GridWorld", ONE, 100_000, "--no-compile", evaluate=200),
+    Row(PIXELS, "InvertedPendulum-v5", ONE, 150_000, "--no-compile --from-pixels", sb3="sb3-ppo-pixel"),
+    Row(PIXELS, "Reacher-v5", ONE, 150_000, "--no-compile --from-pixels", sb3="sb3-ppo-pixel"),
     # Hours each, so they come last.
     Row(CHOICES, "Hallway", ONE, 1_000_000, f"--no-compile {HALL}"),
     Row(MEMORY, "Hallway", ONE, 4_000_000, evaluate=256),
@@ -147,9 +147,13 @@ class Job:
             why = f"ended after {curve['decisions'][-1]:,.0f} of {self.total:,} decisions"
         if why:
             return f"failed: {why}", False
-        if said:
-            self.path.with_suffix(".txt").write_text(said.strip() + "\n")
-        return f"{learning.in_words(curve)}, {time.monotonic() - self.start:.0f} s", True
+        words = f"{learning.in_words(curve)}, {time.monotonic() - self.start:.0f} s"
+        if said and " ± " in said:
+            where, _, what = said.strip().rpartition(" after ")  # the run's folder is nobody else's business
+            self.path.with_suffix(".txt").write_text(f"After {what}\n")
+        elif said:
+            words += f"; not evaluated: {said.strip()}"
+        return words, True
 
 
 def jobs_of(rows, out, jobs):
