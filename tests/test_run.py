@@ -41,7 +41,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 folder = pathlib.Path("runs", f"{args.env_id}__{args.exp_name or 'stub'}__{args.seed}__{time.time_ns()}")
 writer = EventFileWriter(str(folder))
 for step in range(100, total + 1, 100):
-    for tag, value in (("return", step / 10 + int(args.seed)), ("length", 5)):
+    for tag, value in (("return", step / 10 + 1000 * bool(args.exp_name)), ("length", 5)):
         summary = Summary(value=[Summary.Value(tag=f"charts/episodic_{tag}", simple_value=value)])
         writer.add_event(Event(wall_time=time.time() + step / 100, step=step, summary=summary))
 writer.close()
@@ -129,6 +129,17 @@ def test_a_failing_run_is_a_line_and_stops_no_other(matrix):
     (matrix.folder / "break.1").unlink()
     (matrix.folder / "half.2").unlink()
     assert matrix.run()[0] == 0 and matrix.begun() == ["1", "2"]
+
+
+def test_the_same_seed_with_other_arguments_is_another_curve(matrix):
+    """Both run at a time, in one folder."""
+    driver = matrix.folder / "driver.py"
+    rows = "run.QUICK += [run.Row(run.QUICK[0].script, 'Toy-v0', (1, 2, 3), 1000, label='other')]\n"
+    driver.write_text(driver.read_text().replace("run.main()", rows + "run.main()"))
+    assert matrix.run("--jobs", "6")[0] == 0
+    for seed in (1, 2, 3):
+        first, other = (learning.read_csv(matrix.out / f"Toy-v0.{label}.{seed}.csv") for label in ("stub", "other"))
+        assert first["return"][-1] == 100 and other["return"][-1] == 1100
 
 
 @pytest.mark.parametrize(
