@@ -50,15 +50,15 @@ class Row:
 
 
 QUICK = [
-    Row(CHOICES, "CartPole-v1", TWO, 50_000, sb3="sb3-ppo", sb3_seeds=TWO),
-    Row(CHOICES, "Acrobot-v1", TWO, 100_000, sb3="sb3-ppo", sb3_seeds=TWO),
-    Row(CHOICES, "Basic", TWO, 30_000),
-    Row(PPO, "Reacher2Dof-v0", TWO, 150_000, evaluate=100),
-    Row(PPO, "3DBall", TWO, 120_000),
-    Row(SAC, "3DBall", TWO, 60_000),
-    Row(MEMORY, "CartPoleBlind-v0", ONE, 60_000),
+    Row(CHOICES, "CartPole-v1", TWO, 50_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=TWO),
+    Row(CHOICES, "Acrobot-v1", TWO, 100_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=TWO),
+    Row(CHOICES, "Basic", TWO, 30_000, "--no-compile"),
+    Row(PPO, "Reacher2Dof-v0", TWO, 150_000, "--no-compile", evaluate=100),
+    Row(PPO, "3DBall", TWO, 120_000, "--no-compile"),
+    Row(SAC, "3DBall", TWO, 60_000, "--no-compile"),
+    Row(MEMORY, "CartPoleBlind-v0", ONE, 60_000, "--no-compile"),
     Row(BANDIT, "CartPole-v1", ONE, 50_000, "--no-compile"),
-    Row(PIXELS, "DummyPixels-v0", ONE, 50_000),
+    Row(PIXELS, "DummyPixels-v0", ONE, 50_000, "--no-compile"),
 ]
 FULL = [
     Row(PPO, "3DBall", THREE, 150_000, "--no-compile"),
