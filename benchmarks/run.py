@@ -30,8 +30,8 @@ PPO, CHOICES, MEMORY = "ppo_continuous_multiagent.py", "ppo_discrete_multiagent.
 SAC, BANDIT, PIXELS = "sac_continuous.py", "lbc_discrete.py", "ppo_pixel.py"
 ONE, TWO, THREE, FIVE = (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4, 5)
 BLIND = "--num-envs 8 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
-HALL = "--player-args=--agents=64 --num-steps 64 --num-minibatches 8 --update-epochs 3 --learning-rate 5e-4 "
-HALL += "--ent-coef 0.03 --no-norm-obs --no-norm-reward --hidden-sizes 128 128 --activation silu"
+HALL = "--player-args=--agents=64 --num-steps 64 --num-minibatches 8 --update-epochs 4 --learning-rate 1e-3 "
+HALL += "--ent-coef 0.02 --no-norm-reward --hidden-sizes 128 128 --activation silu"
 
 
 @dataclass
@@ -99,13 +99,11 @@ FULL = [
     Row(PIXELS, "Reacher-v5", ONE, 150_000, "--no-compile --from-pixels", sb3="sb3-ppo-pixel"),
     # Hours each, so they come last.
     Row(CHOICES, "Hallway", ONE, 1_000_000, f"--no-compile {HALL}"),
-    Row(MEMORY, "Hallway", ONE, 4_000_000, evaluate=256),
+    Row(MEMORY, "Hallway", THREE, 2_000_000, evaluate=256),
     Row(PPO, "Crawler", THREE, 10_000_000, evaluate=40),
     Row(PPO, "Crawler", ONE, 10_000_000, "--player-args=--randomize=0.1", label="randomized", evaluate=40),
 ]
-ENOUGH = (
-    0.9  # of a run's decisions: an iteration that would go beyond the total is not begun, and a curve ends before it
-)
+ENOUGH = 0.9  # of a run's decisions: an iteration that would go beyond the total is not begun, so a curve ends before
 LOOK = 15  # seconds between two looks at how far the runs are
 
 
