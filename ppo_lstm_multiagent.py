@@ -99,7 +99,7 @@ PRESETS = {
     "CartPole-v1": dict(total_timesteps=200_000, **CLASSIC),
     "CartPoleBlind-v0": dict(total_timesteps=300_000, **CLASSIC),
     "Hallway": dict(  # ML-Agents' settings, but for 64 agents, normalised inputs, larger steps and open forget gates
-        total_timesteps=2_000_000, player_args=("--agents", "64"), num_steps=64, num_minibatches=8, update_epochs=4,
+        total_timesteps=4_000_000, player_args=("--agents", "64"), num_steps=64, num_minibatches=8, update_epochs=4,
         learning_rate=1e-3, ent_coef=0.02, norm_reward=False, hidden_sizes=(128, 128), activation="silu",
         forget_bias=2.0,
     ),

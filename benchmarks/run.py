@@ -99,7 +99,7 @@ FULL = [
     Row(PIXELS, "Reacher-v5", ONE, 150_000, "--no-compile --from-pixels", sb3="sb3-ppo-pixel"),
     # Hours each, so they come last.
     Row(CHOICES, "Hallway", ONE, 1_000_000, f"--no-compile {HALL}"),
-    Row(MEMORY, "Hallway", THREE, 2_000_000, evaluate=256),
+    Row(MEMORY, "Hallway", THREE, 4_000_000, evaluate=256),
     Row(PPO, "Crawler", THREE, 10_000_000, evaluate=40),
     Row(PPO, "Crawler", ONE, 10_000_000, "--player-args=--randomize=0.1", label="randomized", evaluate=40),
 ]
