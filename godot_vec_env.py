@@ -36,6 +36,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import orjson
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -55,7 +56,6 @@ from processes import (
 EDITOR_PORT = 11008  # where a game that nobody gave a port looks for Python
 TICKS = 60  # physics ticks in a second of game time, as the plugin sets it
 MOST = 100_000  # agents of a game, numbers of an observation, actions of an agent
-encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 NONSENSE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)  # what reading it can raise
 
 
@@ -98,28 +98,34 @@ class Wire(Stream):
     awake, piece = 0, 1 << 16  # a step of a game takes a millisecond or more: who waits sleeps
 
     def send(self, message, timeout=None):
-        data = encode(message).encode()
+        data = orjson.dumps(message)
         self._write(len(data).to_bytes(4, "little") + data, None if timeout is None else time.monotonic() + timeout)
 
     def receive(self, timeout=None):
-        deadline = None if timeout is None else time.monotonic() + timeout
-        size = int.from_bytes(self._read(4, deadline), "little")
-        if size > LARGEST_MESSAGE:
+        deadline, buffer = None if timeout is None else time.monotonic() + timeout, self.buffer
+        while len(buffer) < 4:
+            self._fill(deadline)
+        end = 4 + int.from_bytes(buffer[:4], "little")
+        if end > LARGEST_MESSAGE:
             raise ConnectionError(f"its message is larger than {LARGEST_MESSAGE >> 20} MiB")
+        while len(buffer) < end:
+            self._fill(deadline)
+        data = bytes(memoryview(buffer)[4:end])
+        del buffer[:end]
         try:
-            message = json.loads(self._read(size, deadline))
-        except (ValueError, RecursionError) as error:
-            raise ConnectionError(f"its message is not JSON ({error})") from None
+            message = orjson.loads(data)
+        except ValueError:  # or an infinite number, which Godot writes as 1e99999: slower, and takes it
+            message = read_slowly(data)
         if not isinstance(message, dict):
             raise ConnectionError("its message is not a JSON object")
         return message
 
-    def _read(self, size, deadline):
-        while len(self.buffer) < size:
-            self._fill(deadline)
-        data = bytes(self.buffer[:size])
-        del self.buffer[:size]
-        return data
+
+def read_slowly(data):
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError(f"its message is not JSON ({error})") from None
 
 
 class Game(Process):
@@ -266,7 +272,7 @@ class GodotVecEnv(VectorEnv):
             raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
         if self._branches and not ((discrete >= 0) & (discrete < self._branches)).all():
             raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
-        return [None if given is None else given.tolist() for given in (continuous, discrete)]
+        return continuous, discrete
 
     def _copy_obs(self):
         return self._unwrap({key: value.copy() for key, value in self._obs.items()})
@@ -377,17 +383,19 @@ class GodotVecEnv(VectorEnv):
 
     def _actions(self, game, continuous, discrete):
         """A dict for each agent of the game; nobody trains those of other policies, and they act at random."""
-        out = [None] * game.size
-        for slot, agent in enumerate(game.mine, game.slots.start):
-            out[agent] = action = {name: continuous[slot][part] for name, part in self._floats}
-            for name, column in self._choices:
-                action[name] = discrete[slot][column]
+        columns = [continuous[game.slots, part].tolist() for _, part in self._floats]
+        columns += [discrete[game.slots, column].tolist() for _, column in self._choices]
+        names = [name for name, _ in (*self._floats, *self._choices)]
+        mine = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        if not game.others:
+            return mine
+        out = dict(zip(game.mine, mine, strict=True))
         for agent, spaces in game.others:
             out[agent] = {
                 name: int(game.rng.integers(size)) if discrete else game.rng.uniform(-1, 1, size).tolist()
                 for name, (size, discrete) in spaces.items()
             }
-        return out
+        return [out[agent] for agent in range(game.size)]
 
     def _take(self, game, message):
         """What came of the actions, first; then what is seen now."""

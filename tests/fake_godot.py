@@ -2,8 +2,8 @@
 
     fake_godot.py --scenario=FILE --port=N      FILE: {"log": path, "launches": [{"info", "reset", "steps"}, ...]}
 
-Each launch takes the next entry. Steps are messages, or the name of a misdeed. What it was asked is in the log, a line
-each. Only the standard library, and little of it: it starts in a few hundredths of a second.
+Each launch takes the next entry. Steps are messages, their text, or the name of a misdeed. What it was asked is in the
+log, a line each. Only the standard library, and little of it: it starts in a few hundredths of a second.
 """
 
 import json
@@ -73,6 +73,10 @@ def send(what):
             time.sleep(0.001)  # four seconds for the whole, however fast the machine is
     elif what == "no JSON":
         sock.sendall(packed(b'{"type": "step", '))
+    elif what == "no UTF-8":
+        sock.sendall(packed(b'{"type": "\xff"}'))
+    elif what.startswith("{"):  # as it is written
+        sock.sendall(packed(what.encode()))
     elif what == "deep":
         sock.sendall(packed(b"[" * 100_000))
     elif what == "no object":

@@ -369,6 +369,7 @@ LOST = {
     "endless": "its message is larger than 512 MiB",
     "no JSON": "its message is not JSON",
     "deep": "its message is not JSON",
+    "no UTF-8": "its message is not JSON",
     "no object": "its message is not a JSON object",
     "another type": "answers 'call', and '.*' was expected",
     "script error": "has not answered for 0.5 s: SCRIPT ERROR: Invalid call. Nonexistent function 'get_obs'",
@@ -495,6 +496,19 @@ def test_what_is_not_a_number_names_its_agent(what, play):
     with pytest.raises(GodotError, match=match) as caught:
         act(envs)
     assert "\n" not in str(caught.value)
+
+
+def test_what_godot_writes_and_others_would_not_is_read(play):
+    """Infinity as 1e99999, where nobody looks; names twice; numbers beyond 64 bits; half a surrogate pair."""
+    text = json.dumps(step([1, 2], [3, 4], reward=[0.5, 1])).replace("[3, 4]", f"[3, {10**25}]")
+    odd = text.replace('"info": [{}, {}]', '"info": [], "info": [{"far": -1e99999, "name": "\\ud800"}, {}]')
+    assert "1e99999" in odd and str(10**25) in odd
+    envs, _ = play(launch(odd, text.replace("[1, 2]", "[1, 1e99999]")))
+    envs.reset()
+    obs, rewards, *_ = act(envs)
+    assert obs.tolist() == [[1, 2], [3, np.float32(1e25)]] and rewards.tolist() == [0.5, 1]
+    with pytest.raises(GodotError, match="agent 0: observation 1 is inf"):
+        act(envs)
 
 
 def test_a_camera_that_sees_nothing_is_said(play):
