@@ -1,7 +1,7 @@
 """A game's process and the connection from it, whatever the engine: launched, listened for on loopback, known from
 strangers, given deadlines, and ended with all that it has started.
 
-unity_player.py and godot_vec_env.py speak their protocols over it.
+unity_player.py and godot_player.py speak their protocols over it.
 """
 
 import os
@@ -33,6 +33,10 @@ class PlayerError(EngineError):
 
     def __init__(self, what):
         super().__init__(one_line(what))
+
+
+class PlayerGone(PlayerError):
+    """It crashed or hangs: a new one may do better."""
 
 
 class Stream:
@@ -180,6 +184,7 @@ class Process:
     editor. gone: the error that says that it crashed or hangs. A subclass has `hint`: what a silent game may lack."""
 
     late = ""  # what one that does not connect may lack
+    rows, failures = None, 0  # players.py's: its agents' slots, and how often in a row it was lost
 
     def __init__(self, name, command, port, base_port, timeout, error, gone):
         self.name, self.timeout, self.gone = name, timeout, gone

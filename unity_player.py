@@ -26,7 +26,7 @@ from google.protobuf.internal import builder
 from google.protobuf.message import DecodeError
 
 from envs import SCENES
-from processes import LARGEST_MESSAGE, PlayerError, Process, Stream, find_build
+from processes import LARGEST_MESSAGE, PlayerError, PlayerGone, Process, Stream, find_build
 
 EDITOR_PORT = 5004
 
@@ -213,7 +213,7 @@ class UnityPlayerError(PlayerError):
     """Of a Unity player."""
 
 
-class UnityPlayerGone(UnityPlayerError):
+class UnityPlayerGone(UnityPlayerError, PlayerGone):
     """The player crashed or hangs: a new one may do better."""
 
 
@@ -239,7 +239,7 @@ class Player(Process):
         found = None if path == "editor" else find_player(path)
         port = (0 if found else EDITOR_PORT) if base_port is None else base_port + worker
         command = found and (lambda port: [*found, *args, "--mlagents-port", str(port)])
-        name = f"player {worker} ({path})"
+        self.worker, name = worker, f"player {worker} ({path})"
         super().__init__(name, command, port, base_port, timeout, UnityPlayerError, UnityPlayerGone)
         if command is None:
             print(f"Waiting for Play in the Unity editor (port {self.port}) ...", flush=True)

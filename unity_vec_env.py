@@ -23,24 +23,19 @@ holds what the game gave to Unity's StatsRecorder.
 
 import io
 import math
-import select
 import struct
 import time
 import uuid
-import weakref
 from collections import Counter
-from contextlib import closing, contextmanager
 
-import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 from PIL import Image
 
-from processes import close_all, one_line, orderly_exit, signals_later
+import players
+from processes import one_line
 
 # Before mlagents_envs, whose messages it repairs.
-from unity_player import Player, UnityMessageProto, UnityPlayerError, UnityPlayerGone
+from unity_player import Player, UnityMessageProto, UnityPlayerError
 
 # isort: split
 from mlagents_envs.side_channel import IncomingMessage
@@ -57,10 +52,9 @@ MOST = 100_000  # actions of an agent, all branches' choices together
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class UnityVecEnv(VectorEnv):
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+class UnityVecEnv(players.PlayersEnv):
+    Error, seeded = UnityPlayerError, "Unity"
 
-    @orderly_exit()
     def __init__(
         self, path, *, behavior=None, num_players=1, max_agents=None, seed=0, base_port=None,
         time_scale=20.0, parameters=None, player_args=(), no_graphics=True, timeout=60, max_restarts=0,
@@ -77,236 +71,57 @@ class UnityVecEnv(VectorEnv):
         timeout: seconds to wait for a player
         max_restarts: how often in a row a player that crashes or hangs is started anew
         """
-        if num_players < 1 or (path == "editor" and num_players > 1):
-            why = "there must be at least one player, and there is only one editor"
-            raise ValueError(f"--num-players {num_players}: {why}")
+        super().__init__(path, num_players, seed, timeout, max_restarts)
         if max_agents is not None and max_agents < 1:
             raise ValueError(f"--max-agents {max_agents}: there must be at least one slot")
-        self.behavior, self.seed, self.timeout, self.fresh = behavior, seed, timeout, True
-        self.max_restarts, self.restarts = max_restarts, 0
-        self.players, self.told, self.sums = [], set(), set()  # sums: statistics that the game wants added up
-        self.close_players = weakref.finalize(self, close_all, self.players)  # at the latest when Python ends
-        player_args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
+        self.behavior, self.max_agents, self.told = behavior, max_agents, set()
+        args = [*(["-nographics", "-batchmode"] if no_graphics else []), *player_args]
+        self._settings = path, base_port, args, time_scale, parameters or {}
+        self._open_players(num_players)
 
-        def launch(worker):
-            player = Player(path, worker, base_port, timeout, player_args)
-            engine, settings = EngineConfigurationChannel(), EnvironmentParametersChannel()
-            player.stats = StatsSideChannel()
-            engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
-            for key, value in (parameters or {}).items():
-                settings.set_float_parameter(key, value)
-            player.channels = SideChannelManager([engine, settings, player.stats])
-            player.worker, player.failures = worker, 0  # failures in a row
-            player.specs = {}  # of its behaviors
-            player.asking, player.others = [], {}  # who asks: our slots, others' agents
-            player.rng = np.random.default_rng(seed + worker)  # for the others
-            return player
+    def _launch(self, worker):
+        path, base_port, args, time_scale, parameters = self._settings
+        player = Player(path, worker, base_port, self.timeout, args)
+        engine, settings = EngineConfigurationChannel(), EnvironmentParametersChannel()
+        player.stats = StatsSideChannel()
+        engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
+        for key, value in parameters.items():
+            settings.set_float_parameter(key, value)
+        player.channels = SideChannelManager([engine, settings, player.stats])
+        player.specs = {}  # of its behaviors
+        player.asking, player.others = [], {}  # who asks: our slots, others' agents
+        player.rng = np.random.default_rng(self.seed + worker)  # for the others
+        return player
 
-        self._launch = launch
-        try:
-            for worker in range(num_players):
-                with signals_later():
-                    self.players.append(launch(worker))
-            for player in self.players:
-                player.connect(seed + player.worker)
-                self._send(player, reset=True)
-            firsts = [self._first_message(player) for player in self.players]
-            self.num_envs = 0
-            for player, first in zip(self.players, firsts, strict=True):
-                size = max_agents or sum(not info.done for info in self._agents(first))
-                player.slots = Slots(range(self.num_envs, self.num_envs + size))
-                self.num_envs += size
-            self._make_spaces(firsts[0])
-            self._clear()
-            for player, first in zip(self.players, firsts, strict=True):
-                self._begin(player, first)
-        except BaseException:
-            self.close_players()
-            raise
+    def _greet(self, player):
+        player.connect(self._seed(player.worker))
+        self._send(player, reset=True)
 
-    # gymnasium's interface
-
-    def reset(self, *, seed=None, options=None):
-        """Start all episodes anew. The first call after construction finds them new already."""
-        if seed is not None and seed != self.seed:
-            raise ValueError(f"reset(seed={seed}): Unity takes its seed when it starts: UnityVecEnv(..., seed={seed})")
-        if not self.fresh:  # Unity cuts running episodes without a word: open decisions are nobody's then
-            self._clear()
-            for player in self.players:
-                player.slots.clear()
-                player.asking, player.others = [], {}
-            self._answer(reset=True)
-            self._listen()
-        self.fresh = False
-        return self._copy_obs(), self._infos()
-
-    def step(self, actions):
-        self.step_async(actions)
-        return self.step_wait()
-
-    def step_async(self, actions):
-        """Send the actions, so that the players simulate while the caller does something else."""
-        continuous, discrete = self._check(actions)
-        self._open |= self._ready
-        self._ready[:] = False
-        self._new_step()
-        self._answer(continuous, discrete)
-
-    def step_wait(self):
-        self._listen()
-        return self._copy_obs(), self._rewards, self._terminated, self._truncated, self._infos()
-
-    def close_extras(self, **kwargs):
-        self.close_players()
-
-    def _check(self, actions):
-        parts = actions if isinstance(actions, dict) else {"discrete" if self._branches else "continuous": actions}
-        continuous, discrete = parts.get("continuous"), parts.get("discrete")
-        if self._continuous:
-            continuous = np.asarray(continuous)
-            if continuous.shape != (self.num_envs, self._continuous):
-                wanted = (self.num_envs, self._continuous)
-                raise ValueError(f"actions have shape {continuous.shape}, not {wanted}: one row per slot")
-            if not np.isfinite(continuous[self._ready]).all():
-                slot = np.flatnonzero(self._ready & ~np.isfinite(continuous).all(1))[0]
-                raise ValueError(f"the action of slot {slot} is not finite: {continuous[slot]}")
-        if self._branches:
-            discrete = np.asarray(discrete)
-            if discrete.shape != (self.num_envs, len(self._branches)):
-                wanted = (self.num_envs, len(self._branches))
-                raise ValueError(f"discrete actions have shape {discrete.shape}, not {wanted}: one row per slot")
-            if not ((discrete >= 0) & (discrete < self._branches))[self._ready].all():
-                raise ValueError(f"discrete actions must be below the branches' sizes {self._branches}")
-        return continuous, discrete
-
-    def _copy_obs(self):
-        return self._unwrap({key: value.copy() for key, value in self._obs.items()})
-
-    def _unwrap(self, observations):
-        return observations if self._images else observations["vector"]
-
-    def _infos(self):
-        infos = {"ready": self._ready.copy(), "closed": self._closed}
-        if self._restarted.any():
-            infos["restarted"] = self._restarted
-        if self._branches:
-            infos["action_mask"] = self._mask
-        stats = {}
-        for player in self.players:
-            for key, values in player.stats.get_and_reset_stats().items():
-                stats.setdefault(key, []).extend(values)
-                self.sums.update([key] * (values[-1][1] == StatsAggregationMethod.SUM))
-        if stats:
-            infos["stats"] = {key: aggregate(values) for key, values in stats.items()}
-        for slot, final in self._final.items():
-            episode = {"r": self._returns[slot], "l": self._lengths[slot]}
-            self._add_info(infos, {"final_obs": final, "final_info": {"episode": episode}}, slot)
-            self._returns[slot], self._lengths[slot] = 0, 0
-        return infos
-
-    # The exchange
-
-    def _clear(self):
-        n = self.num_envs
-        self._ready = np.zeros(n, bool)  # asks now
-        self._open = np.zeros(n, bool)  # has its action and waits for what comes of it
-        self._returns, self._lengths = np.zeros(n), np.zeros(n, int)
-        self._new_step()
-
-    def _new_step(self):
-        n = self.num_envs
-        self._rewards, self._final = np.zeros(n), {}
-        self._terminated, self._truncated = np.zeros(n, bool), np.zeros(n, bool)
-        self._closed, self._restarted = np.zeros(n, bool), np.zeros(n, bool)
-        self._mask = np.ones((n, sum(self._branches)), bool)
-
-    def _answer(self, *actions, reset=False):
-        """Answer every player."""
-        if not self.players:
-            raise UnityPlayerError("the env is closed")
-        self.fresh, self._waiting = False, {}
-        with self._no_way_back():
-            for player in list(self.players):
-                try:
-                    self._send(player, *actions, reset=reset)
-                    self._waiting[player.wire.sock] = player
-                except UnityPlayerGone as error:
-                    self._restart(player, error)
-
-    def _listen(self):
-        """Take messages, from whichever player has one, until each has an agent that asks."""
-        waiting, deadline = self._waiting, time.monotonic() + self.timeout
-        with self._no_way_back():
-            while waiting:
-                arrived = list(waiting) if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
-                for sock in arrived or list(waiting)[:1]:
-                    player = waiting[sock]
-                    try:
-                        if not arrived:
-                            raise player.silent()
-                        if self._take(player, self._receive(player)):
-                            del waiting[sock]
-                            player.failures = 0
-                        elif time.monotonic() > deadline:
-                            nobody = f"has had no agent of {self.behavior} that asks for an action"
-                            raise player.error(f"{nobody} for {self.timeout:g} s")
-                        else:
-                            # Unity sends an end on its own when an agent dies between decisions: nobody asks for an
-                            # action then.
-                            self._send(player)
-                    except UnityPlayerGone as error:
-                        del waiting[sock]
-                        self._restart(player, error)
-
-    @contextmanager
-    def _no_way_back(self):
-        """A message may be half read, and an agent half served, when something goes wrong: the players are closed
-        then."""
-        try:
-            yield
-        except BaseException:
-            self.close_players()
-            raise
-
-    @orderly_exit()
-    def _restart(self, player, error):
-        """A new player in the place of one that is gone. What its agents had begun is nobody's, and their slots are the
-        new one's agents'."""
-        slots, failures = list(player.slots.owner), player.failures
-        while True:
-            failures += 1
-            if failures > self.max_restarts:
-                raise error
-            print(f"\n{error}; starting it again ({failures} of {self.max_restarts} times in a row)", flush=True)
-            player.close()
-            try:
-                with signals_later():
-                    new = self.players[self.players.index(player)] = self._launch(player.worker)
-                player, self.restarts = new, self.restarts + 1
-                player.slots, player.failures = Slots(slots), failures
-                player.connect(self.seed + player.worker + 1000 * self.restarts)  # not the same episodes again
-                self._send(player, reset=True)
-                first = self._first_message(player)
-            except UnityPlayerGone as again:
-                error = again
-                continue
-            flags = (self._ready, self._open, self._closed, self._terminated, self._truncated)
-            for array in (*flags, self._rewards, self._returns, self._lengths):
-                array[slots] = 0
-            for slot in slots:
-                self._final.pop(slot, None)
-            self._restarted[slots] = True
-            self._begin(player, first)
-            return
-
-    def _begin(self, player, first):
+    def _begin(self, player):
         """All agents of a behavior share one policy, so all players must be alike."""
         actions = player.specs[self.behavior]
         if (actions.num_continuous_actions, list(actions.discrete_branch_sizes)) != (self._continuous, self._branches):
             has = f"{actions.num_continuous_actions} continuous actions, branches {list(actions.discrete_branch_sizes)}"
             first_has = f"{self._continuous} and {self._branches} of the first player"
             raise UnityPlayerError(f"{player.name}: {self.behavior} has {has}, not {first_has}: start the same build")
-        self._take(player, first)
+        player.slots = Slots(range(player.rows.start, player.rows.stop))
+        self._take(player, player.first)
+
+    def _restart_episodes(self, player):
+        """Unity cuts them without a word: open decisions are nobody's then."""
+        player.slots.clear()
+        player.asking, player.others = [], {}
+        self._send(player, reset=True)
+
+    def _hear(self, player):
+        if self._take(player, self._receive(player)):
+            return True
+        if time.monotonic() > self._deadline:
+            nobody = f"has had no agent of {self.behavior} that asks for an action"
+            raise player.error(f"{nobody} for {self.timeout:g} s")
+        # Unity sends an end on its own when an agent dies between decisions: nobody asks for an action then.
+        self._send(player)
+        return False
 
     def _take(self, player, message):
         """Terminals first, then decisions: one message can hold both of one agent, and the end is the older. True if
@@ -319,10 +134,9 @@ class UnityVecEnv(VectorEnv):
             slots = [player.slots.end(info.id) for info in ended]
             for row, slot in enumerate(slots):
                 if slot is not None and self._open[slot]:  # else it ended before its first decision
-                    self._close(np.array([slot]), [ended[row]])
-                    self._truncated[slot] = ended[row].max_step_reached
-                    self._terminated[slot] = not self._truncated[slot]
-                    self._final[slot] = self._unwrap({key: value[row].copy() for key, value in final.items()})
+                    self._close(np.array([slot]), rewards([ended[row]]))
+                    last = {key: value[row].copy() for key, value in final.items()}
+                    self._end(slot, ended[row].max_step_reached, last)
         if asking:
             try:
                 slots = [player.slots.of(info.id) for info in asking]
@@ -335,37 +149,20 @@ class UnityVecEnv(VectorEnv):
                 why = f"{player.name}: agent {twice} is in one message twice"
                 raise UnityPlayerError(f"{why}: every agent needs an id of its own, as Unity gives it")
             player.asking = slots = np.array(slots)
-            self._close(slots, asking)
-            for key, rows in self._observe(player, asking).items():
-                self._obs[key][slots] = rows
-            self._ready[slots] = True
+            self._close(slots, rewards(asking))
+            self._see(slots, self._observe(player, asking))
             if self._branches:
                 for slot, info in zip(slots, asking, strict=True):
                     if len(info.action_mask) == self._mask.shape[1]:
                         self._mask[slot] = ~np.array(info.action_mask)
         return bool(asking)
 
-    def _close(self, slots, infos):
-        """These messages close the slots' open decisions. A reward that comes while none is open belongs to nobody."""
-        rewards = np.array([info.reward + info.group_reward for info in infos])
-        if not np.isfinite(rewards).all():
-            bad = np.flatnonzero(~np.isfinite(rewards))[0]
-            raise UnityPlayerError(f"agent {infos[bad].id}: its reward is {rewards[bad]}")
-        closing = self._open[slots]
-        if not closing.all():
-            slots, rewards = slots[closing], rewards[closing]
-        self._open[slots] = False
-        self._closed[slots] = True
-        self._rewards[slots] = rewards
-        self._returns[slots] += rewards
-        self._lengths[slots] += 1
-
     def _receive(self, player):
         message = player.receive()
         for brain in message.unity_output.rl_initialization_output.brain_parameters:
             self._learn_actions(player, brain.brain_name, brain.action_spec)
         if message.unity_output.rl_output.side_channel:
-            self._hear(player, message.unity_output.rl_output.side_channel)
+            self._read_channels(player, message.unity_output.rl_output.side_channel)
         return message
 
     def _learn_actions(self, player, behavior, spec):
@@ -378,7 +175,7 @@ class UnityVecEnv(VectorEnv):
         if player.specs.setdefault(behavior, spec) != spec:
             raise UnityPlayerError(f"{who} has other actions than at first: they must stay the same")
 
-    def _hear(self, player, data):
+    def _read_channels(self, player, data):
         """Side channels: one after the other, each with its id, its length and its bytes."""
         data = memoryview(data)
         while data:
@@ -395,6 +192,14 @@ class UnityVecEnv(VectorEnv):
             except (ValueError, struct.error) as error:
                 what = f"{player.name}: a side channel's message can't be read ({error})"
                 raise UnityPlayerError(f"{what}: what does the game send there?") from None
+
+    def _statistics(self):
+        stats = {}
+        for player in self.players:
+            for key, values in player.stats.get_and_reset_stats().items():
+                stats.setdefault(key, []).extend(values)
+                self.sums.update([key] * (values[-1][1] == StatsAggregationMethod.SUM))
+        return {key: aggregate(values) for key, values in stats.items()}
 
     def _send(self, player, continuous=None, discrete=None, reset=False):
         message = UnityMessageProto()
@@ -429,8 +234,8 @@ class UnityVecEnv(VectorEnv):
     def _agents(self, message):
         return message.unity_output.rl_output.agentInfos[self.behavior].value
 
-    def _first_message(self, player):
-        """The first message in which agents of the wanted behavior ask for actions."""
+    def _meet(self, player):
+        """Wait for the first message in which agents of the wanted behavior ask for actions."""
         deadline = time.monotonic() + self.timeout
         for _ in range(PATIENCE):
             if time.monotonic() > deadline:
@@ -442,8 +247,10 @@ class UnityVecEnv(VectorEnv):
                 raise UnityPlayerError(f"{player.name} has several behaviors, choose one by --behavior: {several}")
             if wanted:
                 self.behavior = wanted[0]
-                if any(not info.done for info in self._agents(message)):
-                    return message
+                asking = sum(not info.done for info in self._agents(message))
+                if asking:
+                    player.first, player.count = message, self.max_agents or asking
+                    return
             self._note_others(player, message)
             self._send(player)
         there = f"it has {', '.join(sorted(player.specs))}" if player.specs else "it has no agents at all"
@@ -464,10 +271,10 @@ class UnityVecEnv(VectorEnv):
 
     # What the agents see and do
 
-    def _make_spaces(self, message):
-        self._vectors, self._images, self._names, self.sensors, spaces, actions = [], [], [], [], {}, {}
+    def _make_spaces(self):
+        self._vectors, self._images, self._names, self.sensors = [], [], [], []
         start, taken = 0, {"vector"}
-        info = next(info for info in self._agents(message) if not info.done)
+        info = next(info for info in self._agents(self.players[0].first) if not info.done)
         for i, sensor in enumerate(info.observations):
             shape, name = tuple(sensor.shape), sensor.name or f"sensor_{i}"
             where = f"{self.behavior}, sensor {name}"
@@ -495,28 +302,16 @@ class UnityVecEnv(VectorEnv):
         if not self._names and not self._images:
             add = "set Space Size in Behavior Parameters, or add a sensor"
             raise UnityPlayerError(f"{self.behavior}: its agents observe nothing: {add}")
-        if self._vectors:
-            spaces["vector"] = gym.spaces.Box(-np.inf, np.inf, (len(self._names),), np.float32)
-        for _, name, shape, _ in self._images:
-            spaces[name] = gym.spaces.Box(0, 255, shape, np.uint8)
         spec = self.players[0].specs[self.behavior]
-        self._continuous, self._branches = spec.num_continuous_actions, list(spec.discrete_branch_sizes)
-        if not self._continuous and not self._branches:
+        if not spec.num_continuous_actions and not spec.discrete_branch_sizes:
             add = "set Continuous Actions or Discrete Branches in Behavior Parameters"
             raise UnityPlayerError(f"{self.behavior}: its agents have no actions: {add}")
-        if self._continuous:
-            actions["continuous"] = gym.spaces.Box(-1, 1, (self._continuous,), np.float32)
-        if self._branches:
-            actions["discrete"] = gym.spaces.MultiDiscrete(self._branches)
+        images = {name: shape for _, name, shape, _ in self._images}
+        self._set_spaces(len(self._names), images, spec.num_continuous_actions, list(spec.discrete_branch_sizes))
         example = UnityMessageProto().unity_input.rl_input.agent_actions[self.behavior]
         example.value.add(continuous_actions=[0] * self._continuous)
         # What stands before an agent's actions.
         self._head = np.frombuffer(example.SerializeToString(), np.uint8)[: -4 * self._continuous]
-        self._obs = {key: np.zeros((self.num_envs, *space.shape), space.dtype) for key, space in spaces.items()}
-        self.single_observation_space = gym.spaces.Dict(spaces) if self._images else spaces["vector"]
-        self.single_action_space = gym.spaces.Dict(actions) if len(actions) > 1 else next(iter(actions.values()))
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def _observe(self, player, infos):
         """The observations of these agents, one row each. The packed floats of a message are the array's bytes
@@ -602,6 +397,14 @@ def image(sensor, shape, channels_first, where):
     return pixels
 
 
+def rewards(infos):
+    out = np.array([info.reward + info.group_reward for info in infos])
+    if not np.isfinite(out).all():
+        bad = np.flatnonzero(~np.isfinite(out))[0]
+        raise UnityPlayerError(f"agent {infos[bad].id}: its reward is {out[bad]}")
+    return out
+
+
 def aggregate(values):
     """One number per statistic and step, as the game asked for it; a histogram stays a list."""
     numbers, method = [value for value, _ in values], values[-1][1]
@@ -638,27 +441,7 @@ def demo(
             from envs.compare import Trained
 
             trained = Trained(compare)
-        with closing(UnityVecEnv(path, **settings)) as envs:
-            print(f"{envs.behavior}: {envs.num_envs} agents")
-            print(f"observations {envs.single_observation_space}\nactions {envs.single_action_space}")
-            envs.action_space.seed(seed)
-            obs, infos = envs.reset()
-            vector = lambda: obs["vector"] if envs._images else obs
-            act = trained.start(envs._names) if trained else None
-            decisions, returns, start = 0, [], time.perf_counter()
-            for _ in range(steps):
-                decisions += infos["ready"].sum()
-                if trained:
-                    trained.see(vector()[infos["ready"]])
-                obs, *_, infos = envs.step(act(vector()) if act else envs.action_space.sample())
-                if "final_info" in infos:
-                    returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]])
-            seconds = time.perf_counter() - start
-            mean = f"mean return {np.mean(returns):.2f}" if returns else "none ended"
-            rate = f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} a second"
-            print(f"{rate}; {len(returns)} episodes, {mean}")
-            if trained:
-                print(trained.report(envs._names))
+        players.demo(lambda: UnityVecEnv(path, **settings), steps, seed, trained)
     except (UnityPlayerError, ValueError) as error:
         raise SystemExit(str(error)) from None
 

@@ -22,7 +22,8 @@ import policies
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
 import sac_continuous as sac
-from godot_vec_env import GodotError, GodotGone, GodotVecEnv
+from godot_player import GodotError, GodotGone
+from godot_vec_env import GodotVecEnv
 
 GODOT = os.environ.get("GODOT") or shutil.which("godot") or shutil.which("godot4")
 needs_godot = pytest.mark.skipif(not GODOT, reason="no Godot 4 here: set $GODOT, or put `godot` on the PATH")

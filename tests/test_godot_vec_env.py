@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hostile import assert_ends
 
-import godot_vec_env
+import godot_player
 import ppo_continuous_multiagent as ppo
 import processes
 import sac_continuous as sac
 from envs import EngineError
-from godot_vec_env import GodotError, GodotGone, GodotVecEnv
+from godot_player import GodotError, GodotGone
+from godot_vec_env import GodotVecEnv
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 BOX = {"obs": {"size": [2], "space": "box"}}
@@ -583,7 +584,7 @@ def test_the_editor_is_waited_for(tmp_path, capsys):
         envs.reset()
         assert act(envs)[0].tolist() == [[1, 1], [2, 2]]
     assert f"Waiting for Play in the Godot editor (port {port})" in capsys.readouterr().out
-    assert godot_vec_env.EDITOR_PORT == 11008, "where the plugin's Sync node looks"
+    assert godot_player.EDITOR_PORT == 11008, "where the plugin's Sync node looks"
     assert_ends(fake.pids())
 
 
@@ -625,7 +626,7 @@ def listening():
 @linux
 def test_listens_on_loopback_only_and_no_longer_than_needed(tmp_path):
     before, fake = listening(), Fake(tmp_path, launch(late=0.3))
-    game = godot_vec_env.Game(fake.path, 0, None, 5, [])
+    game = godot_player.Game(fake.path, 0, None, 5, [])
     (address,) = listening() - before
     assert address == f"0100007F:{game.port:04X}", "127.0.0.1 and nothing else"
     game.connect()

@@ -39,7 +39,7 @@ from unity_player import (
     UnityPlayerGone,
     frame,
 )
-from unity_vec_env import UnityVecEnv, close_all
+from unity_vec_env import UnityVecEnv
 
 NAME = "Scripted?team=0"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -173,7 +173,7 @@ def test_one_player_that_cannot_be_closed_does_not_keep_the_others():
 
     players = [Bad(), Bad(), Bad()]
     with pytest.raises(KeyboardInterrupt):
-        close_all(players)
+        processes.close_all(players)
     assert len(closed) == 3 and not players
 
 
