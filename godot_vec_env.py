@@ -97,7 +97,10 @@ class GodotVecEnv(players.PlayersEnv):
     def _send(self, game, continuous, discrete):
         """A dict for each agent of the game; nobody trains those of other policies, and they act at random."""
         columns = [(discrete if chosen else continuous)[game.rows, at].tolist() for chosen, at in self._columns]
-        actions = [dict(zip(self._does, row, strict=True)) for row in zip(*columns, strict=True)]
+        if len(columns) == 1:  # as most have it
+            actions = [{self._does[0]: value} for value in columns[0]]
+        else:
+            actions = [dict(zip(self._does, row, strict=True)) for row in zip(*columns, strict=True)]
         if game.others:
             actions = dict(zip(game.mine, actions, strict=True))
             for agent, spaces in game.others:
@@ -122,7 +125,8 @@ class GodotVecEnv(players.PlayersEnv):
         told = [info if isinstance(info, dict) else {} for info in told] if any(told) else None
         seen = self._observe(game, game.mine, own(game, message["obs"]))
         if game.awaited == "step":
-            self._close(game.rows, self._numbers(game, game.mine, "reward", own(game, message["reward"])))
+            self._rewards[game.rows] = self._numbers(game, game.mine, "reward", own(game, message["reward"]))
+            self._closed[game.rows] = True  # everybody's decision was open
             if any(message["done"]):
                 self._ends(game, own(game, message["done"]), told or [{}] * game.count)
         for slot, agent, info in zip(range(self.num_envs)[game.rows], game.mine, told, strict=True) if told else ():

@@ -92,7 +92,7 @@ class PlayersEnv(VectorEnv):
             self._clear()
             self._ask(self._restart_episodes)
             self._listen()
-            self._restarted[:] = False  # nothing was open
+            self._restarted = None  # nothing was open
         self.fresh = False
         return self._copy_obs(), self._infos()
 
@@ -104,12 +104,13 @@ class PlayersEnv(VectorEnv):
         """Send the actions, so that the players simulate while the caller does something else."""
         actions = self._check(actions)
         self._open |= self._ready
-        self._ready[:] = False
         self._new_step()
         self._ask(self._send, *actions)
 
     def step_wait(self):
         self._listen()
+        self._returns += self._rewards
+        self._lengths += self._closed
         return self._copy_obs(), self._rewards, self._terminated, self._truncated, self._infos()
 
     def close_extras(self, **kwargs):
@@ -144,7 +145,7 @@ class PlayersEnv(VectorEnv):
 
     def _infos(self):
         infos = {"ready": self._ready.copy(), "closed": self._closed}
-        if self._restarted.any():
+        if self._restarted is not None:
             infos["restarted"] = self._restarted
         if self._branches:
             infos["action_mask"] = self._mask
@@ -180,16 +181,15 @@ class PlayersEnv(VectorEnv):
 
     def _clear(self):
         n = self.num_envs
-        self._ready = np.zeros(n, bool)  # asks now
         self._open = np.zeros(n, bool)  # has its action and waits for what comes of it
         self._returns, self._lengths = np.zeros(n), np.zeros(n, int)
         self._new_step()
 
     def _new_step(self):
-        """Arrays of its own for each step: the caller may keep them."""
+        """Arrays of its own for each step: the caller may keep them. _ready: asks now."""
         n = self.num_envs
-        self._rewards, self._final, self._success = np.zeros(n), {}, {}
-        self._terminated, self._truncated, self._closed, self._restarted = np.zeros((4, n), bool)
+        self._rewards, self._final, self._success, self._restarted = np.zeros(n), {}, {}, None
+        self._terminated, self._truncated, self._closed, self._ready = np.zeros((4, n), bool)
         if self._branches:
             self._mask = np.ones((n, sum(self._branches)), bool)
 
@@ -201,8 +201,6 @@ class PlayersEnv(VectorEnv):
         self._open[slots] = False
         self._closed[slots] = True
         self._rewards[slots] = rewards
-        self._returns[slots] += rewards
-        self._lengths[slots] += 1
 
     def _end(self, slot, truncated, final):
         """final: the last observation, by its parts."""
@@ -273,6 +271,7 @@ class PlayersEnv(VectorEnv):
                 for slot in range(slots.start, slots.stop):
                     self._final.pop(slot, None)
                     self._success.pop(slot, None)
+                self._restarted = np.zeros(self.num_envs, bool) if self._restarted is None else self._restarted
                 self._restarted[slots] = True
                 self._begin(player)
                 return
