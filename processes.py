@@ -65,8 +65,7 @@ class Stream:
             except BlockingIOError:
                 os.sched_yield()
         else:
-            with self._in_time(deadline):
-                chunk = self.sock.recv(self.piece)
+            chunk = self._in_time(deadline, self.sock.recv, self.piece)
         if not chunk:
             raise ConnectionError("the connection was closed")
         self.buffer += chunk
@@ -78,14 +77,12 @@ class Stream:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            with self._in_time(deadline):
-                self.sock.sendall(memoryview(data)[sent:])
+            self._in_time(deadline, self.sock.sendall, memoryview(data)[sent:])
 
-    @contextmanager
-    def _in_time(self, deadline):
+    def _in_time(self, deadline, call, what):
         self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
         try:
-            yield
+            return call(what)
         finally:
             self.sock.settimeout(None)
 
