@@ -219,8 +219,7 @@ class PlayersEnv(VectorEnv):
     @no_way_back
     def _ask(self, send, *actions):
         """Tell all players; nobody waits for an answer yet."""
-        if not self.players:
-            raise self.Error("the env is closed")
+        self._check_open()
         self.fresh, self._waiting = False, {}
         for player in list(self.players):
             try:
@@ -232,6 +231,7 @@ class PlayersEnv(VectorEnv):
     @no_way_back
     def _listen(self):
         """Take messages, from whichever player has one, until each has an agent that asks."""
+        self._check_open()
         waiting, self._deadline = self._waiting, time.monotonic() + self.timeout
         while waiting:
             arrived = list(waiting) if len(waiting) == 1 else select.select(waiting, [], [], self.timeout)[0]
@@ -246,6 +246,10 @@ class PlayersEnv(VectorEnv):
                 except PlayerGone as error:
                     del waiting[sock]
                     self._restart(player, error)
+
+    def _check_open(self):
+        if not self.players:
+            raise self.Error("the env is closed")
 
     @orderly_exit()
     def _restart(self, player, error):
