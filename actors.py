@@ -1,4 +1,5 @@
-"""Processes that act for lbc_discrete.py, and hand their sequences over in shared memory.
+"""Acting for lbc_discrete.py: rows that become sequences, what its bandits are told, and processes that act and hand
+their sequences over in shared memory.
 
 An actor is this file run as a program: it imports the script, makes envs, agent and bandit of its own, and acts.
 Weights, statistics and the bandit's state come from the disk, runs/NAME/weights.pt, replaced as a whole, with the
@@ -26,11 +27,163 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
+import fast
+import ranks
 from checkpoints import plain, replacing
 from envs import EngineError
 from envs.pixels import shared_file
 
 WEIGHTS = "weights.pt"
+
+
+class Episodes:
+    """What bandits are told, an episode a row: decisions so far, k1, k2, e, return. A bandit's arrays are what is kept
+    of it."""
+
+    def __init__(self):
+        self.count, self.told = 0, np.zeros((256, 5))
+
+    def update(self, index, episodic_return, step):
+        """An episode has ended."""
+        if self.count == len(self.told):
+            self.told = np.concatenate([self.told, np.zeros_like(self.told)])
+        self.told[self.count] = step, *index, episodic_return
+        self.count += 1
+
+    def state(self):
+        arrays = {name: x.copy() for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        return arrays | {"told": self.told[: self.count].copy()}
+
+    def restore(self, state):
+        for name, x in state.items():
+            setattr(self, name, x.numpy().copy())
+        self.count, self.told = len(self.told), np.concatenate([self.told, np.zeros((256, 5))])
+
+
+class Rollout:
+    """Each slot's rows, in time, as they become a sequence: `memory` rows that are only seen, then those to learn from,
+    and one more that is the next sequence's first. A row is dead until it is known what came of it; at a cut it stays
+    so, and only its value is asked."""
+
+    KEPT = ("at", "age", "returns", "asked", "index")
+
+    def __init__(self, agent, n, length, bandit=None):
+        row, memory = agent.row, agent.memory
+        self.rows = np.zeros((n, memory + length + 1), row)
+        self.dead = np.zeros((), row)
+        self.dead["prob"] = 1
+        self.memory, self.bandit, self.version, self.sequences = memory, bandit, 0, []  # the latter are whole
+        self.at, self.age, self.returns = np.full(n, memory), np.zeros(n, int), np.zeros(n)
+        self.asked = np.zeros(n, bool)  # these slots' last rows are open
+        self.index = np.array([bandit.draw() for _ in range(n)]) if bandit else np.zeros((n, 3))
+        self.env_actions = np.zeros((n, *row["action"].shape), int)
+
+    def state(self):
+        return {name: getattr(self, name).copy() for name in self.KEPT} | {"rows": self.rows.view(np.uint8).copy()}
+
+    def restore(self, state):
+        for name in self.KEPT:
+            getattr(self, name)[:] = state[name].numpy()
+        self.rows.view(np.uint8)[:] = state["rows"].numpy()
+
+    def start(self, obs, infos):
+        """What the envs show first."""
+        ready = np.flatnonzero(infos["ready"])
+        self.open(ready, obs[ready], infos["action_mask"][ready])
+
+    def put(self, who, obs, mask=True):
+        """A row for each of these slots, dead as yet."""
+        row, rows, last = (who, self.at[who]), self.rows, self.rows.shape[1] - 1
+        rows[row] = self.dead
+        for name, x in (("obs", obs), ("mask", mask), ("index", self.index[who]), ("age", self.age[who])):
+            rows[name][row] = x
+        for slot in who[self.at[who] == last]:
+            self.sequences.append(rows[slot].copy())
+            rows[slot, : self.memory + 1] = rows[slot, last - self.memory :]
+            self.at[slot] = self.memory
+
+    def open(self, who, obs, mask):
+        """These slots ask for actions. What they see: observations, masks, indices; with memory also the observations
+        before, and the age of each."""
+        self.put(who, obs, mask)
+        self.ready, self.asked[who] = who, True
+        self.seen = obs, mask, self.index[who].astype(np.float32)
+        if self.memory:
+            window = who[:, None], self.at[who][:, None] + np.arange(-self.memory, 1)
+            self.seen = self.rows["obs"][window], *self.seen[1:], self.rows["age"][window]
+
+    def act(self, act):
+        """Choose for those who asked. Returns what the env gets, a row for each slot."""
+        row = self.ready, self.at[self.ready]
+        self.rows["action"][row], self.env_actions[self.ready], prob = act(*self.seen)
+        self.rows["prob"][row], self.rows["version"][row] = prob[:, 0], self.version
+        return self.env_actions
+
+    def receive(self, obs, rewards, terminated, truncated, infos, step):
+        """What the envs answered. An episode that ends tells the bandit, and its env gets the next index. Returns what
+        ended: index, return, length."""
+        if "restarted" in infos:
+            self.drop(np.flatnonzero(infos["restarted"]))
+        (who,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
+        row = who, self.at[who]
+        for name, x in (("reward", rewards[who]), ("terminated", terminated[who]), ("alive", 1)):
+            self.rows[name][row] = x
+        self.at[who] += 1
+        self.age[who] += 1
+        self.asked[who] = False
+        self.returns += rewards
+        cut = who[(truncated & ~terminated)[who]]
+        if len(cut):
+            self.put(cut, np.stack([infos["final_obs"][slot] for slot in cut]))  # the script's (5)
+            self.at[cut] += 1
+        ended = np.flatnonzero(terminated | truncated)
+        episodes = [[*self.index[slot].tolist(), self.returns[slot].item(), self.age[slot].item()] for slot in ended]
+        for slot in ended:
+            self.bandit.update(self.index[slot], self.returns[slot], step)
+        self.begin(ended)
+        self.open(ready, obs[ready], infos["action_mask"][ready])
+        return episodes
+
+    def drop(self, who):
+        """These slots' open rows will never be closed: they stay dead, and the rows before them end there."""
+        self.at[who[self.asked[who]]] += 1
+        self.asked[who] = False
+        self.begin(who)
+
+    def begin(self, who):
+        self.age[who], self.returns[who] = 0, 0
+        for slot in who:
+            self.index[slot] = self.bandit.draw()
+
+
+def actor(acting, seen):
+    """How to act: in numpy, compared with the module on one of those who ask; with memory the module."""
+    return acting.module if len(seen) > 3 else acting.checked(*(x[:1] for x in seen))
+
+
+def play(agent, spec, n, index=None):
+    """For evaluate(): greedy in the mixture at this index; None: the best, the script's (4)."""
+    acting, act, rollout = fast.Acting(agent, deterministic=True), None, Rollout(agent, n, 1)
+    rollout.index[:] = agent.index if index is None else index
+
+    def chosen(obs, infos, who, begins):
+        nonlocal act
+        rollout.age[who] = np.where(begins[who], 0, rollout.age[who] + 1)
+        rollout.open(who, obs[who], infos["action_mask"][who])
+        act = act or actor(acting, rollout.seen)
+        actions = rollout.act(act)[who]
+        rollout.at[who] += 1
+        rollout.sequences.clear()
+        return actions
+
+    return chosen
+
+
+def check(args):
+    if ranks.SIZE > 1:
+        raise ValueError("torchrun is not for this script: more processes act with --num-actors")
+    if args.num_actors and args.base_port is not None:
+        raise ValueError(f"--base-port {args.base_port}: --num-actors launch players of their own, leave it out")
 
 
 def make_envs(make, script, args, seed, film=None):
@@ -177,13 +330,11 @@ def work():
     with contextlib.closing(envs), open(job["memory"], "r+b") as file:
         agent, bandit = script.Agent(job["spec"], args), script.BANDITS[args.bandit](args)
         last, version = pull(weights, None, agent, bandit)
-        rollout = script.Rollout(envs.num_envs, job["spec"], agent.memory, args.sequence_length, bandit)
+        rollout = Rollout(agent, envs.num_envs, args.sequence_length, bandit)
         places = np.frombuffer(mmap.mmap(file.fileno(), 0), rollout.rows.dtype).reshape(job["all"], -1)
-        acting, steps, episodes, rollout.version = script.fast.Acting(agent), 0, [], version
-        obs, infos = envs.reset(seed=seed)
-        ready = np.flatnonzero(infos["ready"])
-        rollout.open(ready, obs[ready], infos["action_mask"][ready])
-        act = script.actor(acting, rollout.seen)
+        acting, steps, episodes, rollout.version = fast.Acting(agent), 0, [], version
+        rollout.start(*envs.reset(seed=seed))
+        act = actor(acting, rollout.seen)
         while True:
             if steps % args.sequence_length == 0:
                 last, new = pull(weights, last, agent, bandit)

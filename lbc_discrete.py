@@ -36,8 +36,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are fo
 
 import math
 from collections import namedtuple
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -50,8 +49,9 @@ import actors
 import fast
 import ranks
 import runs
+from actors import Rollout, actor, play
 from envs.bins import make_envs
-from policies import evaluate
+from policies import mean_returns
 
 
 @dataclass
@@ -139,8 +139,8 @@ PRESETS = {
 }
 VOTERS, BLOCKS, BEST = 7, 20, 3  # of GDI's: how many vote, in how many pieces a dimension is cut, proposals of each
 FREE = ("num_actors", "eval_interval")  # may be another when a run goes on
-COUNTS = ("updates", "added", "used", "evaluations")  # updates; sequences in the replay so far, and those that were new
-EPISODES, LONGEST = 8, 3_000  # of a greedy evaluation while training, and its steps
+COUNTS = ("updates", "added", "used")  # updates; sequences in the replay so far, and those that were new
+GREEDY = {"greedy/network_1": (1.0, 1.0, 1.0), "greedy/network_2": (1.0, 1.0, 0.0), "greedy/mixture": None}
 
 
 def check(args):
@@ -151,12 +151,9 @@ def check(args):
     at_most = {"hidden_sizes": 2**16, "sequence_length": 10_000, "num_updates": 10_000, "bins": 1_000, "max_k": 1e6}
     at_most |= {"context": 1_000, "num_heads": 1_000, "window": 10**6, "fixed_index": 1e6, "num_actors": 1_000}
     runs.check(args, above_0, from_0, ("gamma_1", "gamma_2", "trace_lambda"), at_most)
-    if ranks.SIZE > 1:
-        raise ValueError("torchrun is not for this script: more processes act with --num-actors")
+    actors.check(args)
     if args.fixed_index[2] > 1:
         raise ValueError(f"--fixed-index {args.fixed_index}: the last, e, must be between 0 and 1")
-    if args.num_actors and args.base_port is not None:
-        raise ValueError(f"--base-port {args.base_port}: --num-actors launch players of their own, leave it out")
     if args.bins < 2:
         raise ValueError(f"--bins {args.bins}: at least two, the lowest value and the highest")
     if args.replay_size < args.batch_size:
@@ -166,7 +163,8 @@ def check(args):
 
 
 def describe(args, envs):
-    return runs.describe(args, envs, discrete=True) | {"bins": getattr(envs, "bins", 0)}
+    window = args.context if args.architecture == "transformer" else 0
+    return runs.describe(args, envs, discrete=True) | {"bins": getattr(envs, "bins", 0), "window": window}
 
 
 class Normalizer(nn.Module):
@@ -185,8 +183,7 @@ class Normalizer(nn.Module):
         return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
 
     def update(self, batch):
-        batch = batch.double()
-        mean, var, count = batch.mean(0), batch.var(0, unbiased=False), len(batch)
+        mean, var, count = ranks.moments(batch)
         delta, total = mean - self.mean, self.count + count
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
         self.mean += delta * count / total
@@ -252,15 +249,21 @@ class Network(nn.Module):
         return x
 
 
+def row_of(spec):
+    """What is kept of a decision. age: decisions of its episode before it; alive: it is known what came of it; version:
+    of the weights that acted, their updates."""
+    row = [("obs", "f4", (spec["obs_dim"],)), ("mask", "?", (sum(spec["branches"]),)), ("index", "f4", (3,))]
+    row += [("age", "i8"), ("action", "i8", (len(spec["branches"]),)), ("prob", "f4"), ("reward", "f4")]
+    row += [("terminated", "f4"), ("alive", "f4"), ("version", "i8")]
+    return np.dtype(row, align=True)
+
+
 class Agent(nn.Module):
     """What acts, learns, is saved, evaluated and exported: the statistics of the observations and the index that the
     bandits think best are part of it. spec: the env in plain numbers."""
 
     def __init__(self, spec, args):
         super().__init__()
-        if args.export and (spec["bins"] or args.architecture == "transformer"):
-            why = "continuous actions in bins" if spec["bins"] else "a transformer's last observations"
-            raise ValueError(f"--export: Unity's layout of a model has no place for {why}")
         self.obs_rms = Normalizer(spec["obs_dim"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
         self.networks = nn.ModuleList(Network(spec, args) for _ in range(2))
         self.memory = len(self.networks[0].blocks) * (args.context - 1)  # observations before its own that a row sees
@@ -268,6 +271,7 @@ class Agent(nn.Module):
         self.branches = [slice(end - size, end) for end, size in zip(ends, spec["branches"], strict=True)]
         self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)  # the env's first choices
         self.register_buffer("index", torch.tensor([args.fixed_index]))
+        self.row = row_of(spec)
 
     def sharpened(self, advantages, index, mask):
         """softmax(k A) of both networks, branch by branch. mask: 0 where a choice is forbidden."""
@@ -301,12 +305,13 @@ class Agent(nn.Module):
         return torch.stack(values), torch.stack(advantages)
 
 
-class Fixed:
-    """Always the same index; and what all bandits have: the episodes, and points x between 0 and 1 in the place of
-    indices, k by its logarithm."""
+class Fixed(actors.Episodes):
+    """Always the same index; and what all bandits have: points x between 0 and 1 in the place of indices, k by its
+    logarithm."""
 
     def __init__(self, args):
-        self.args, self.count, self.told = args, 0, np.zeros((256, 5))  # decisions, k1, k2, e, return
+        super().__init__()
+        self.args = args
 
     def index(self, x):
         return np.array([*np.expm1(x[:2] * math.log1p(self.args.max_k)), x[2]])
@@ -319,22 +324,6 @@ class Fixed:
 
     def best(self):
         return self.draw()
-
-    def update(self, index, episodic_return, step):
-        """An episode has ended."""
-        if self.count == len(self.told):
-            self.told = np.concatenate([self.told, np.zeros_like(self.told)])
-        self.told[self.count] = step, *index, episodic_return
-        self.count += 1
-
-    def state(self):
-        arrays = {name: x.copy() for name, x in vars(self).items() if isinstance(x, np.ndarray)}
-        return arrays | {"told": self.told[: self.count].copy()}
-
-    def restore(self, state):
-        for name, x in state.items():
-            setattr(self, name, x.numpy().copy())
-        self.count, self.told = len(self.told), np.concatenate([self.told, np.zeros((256, 5))])
 
 
 class Tiles(Fixed):
@@ -415,89 +404,6 @@ class Window(Fixed):
 
 
 BANDITS = {"gdi": Tiles, "window": Window, "random": Random, "fixed": Fixed}
-
-
-class Rollout:
-    """Each slot's rows, in time, as they become a sequence: `memory` rows that are only seen, then those to learn from,
-    and one more that is the next sequence's first. A row is dead until it is known what came of it; at a cut it stays
-    so, and only its value is asked."""
-
-    def __init__(self, n, spec, memory, length, bandit=None):
-        row = [("obs", "f4", (spec["obs_dim"],)), ("mask", "?", (sum(spec["branches"]),)), ("index", "f4", (3,))]
-        row += [("age", "i8"), ("action", "i8", (len(spec["branches"]),)), ("prob", "f4"), ("reward", "f4")]
-        row += [("terminated", "f4"), ("alive", "f4"), ("version", "i8")]  # of the weights that acted: their updates
-        self.rows = np.zeros((n, memory + length + 1), np.dtype(row, align=True))
-        self.dead = np.zeros((), self.rows.dtype)
-        self.dead["prob"] = 1
-        self.memory, self.bandit, self.version, self.sequences = memory, bandit, 0, []  # the latter are whole
-        self.at, self.age, self.returns = np.full(n, memory), np.zeros(n, int), np.zeros(n)
-        self.asked = np.zeros(n, bool)  # these slots' last rows are open
-        self.index = np.array([bandit.draw() for _ in range(n)]) if bandit else np.zeros((n, 3))
-        self.env_actions = np.zeros((n, len(spec["branches"])), int)
-
-    def put(self, who, obs, mask=True):
-        """A row for each of these slots, dead as yet."""
-        row, rows, last = (who, self.at[who]), self.rows, self.rows.shape[1] - 1
-        rows[row] = self.dead
-        for name, x in (("obs", obs), ("mask", mask), ("index", self.index[who]), ("age", self.age[who])):
-            rows[name][row] = x
-        for slot in who[self.at[who] == last]:
-            self.sequences.append(rows[slot].copy())
-            rows[slot, : self.memory + 1] = rows[slot, last - self.memory :]
-            self.at[slot] = self.memory
-
-    def open(self, who, obs, mask):
-        """These slots ask for actions. What they see: observations, masks, indices; with memory also the observations
-        before, and the age of each."""
-        self.put(who, obs, mask)
-        self.ready, self.asked[who] = who, True
-        self.seen = obs, mask, self.index[who].astype(np.float32)
-        if self.memory:
-            window = who[:, None], self.at[who][:, None] + np.arange(-self.memory, 1)
-            self.seen = self.rows["obs"][window], *self.seen[1:], self.rows["age"][window]
-
-    def act(self, act):
-        """Choose for those who asked. Returns what the env gets, a row for each slot."""
-        row = self.ready, self.at[self.ready]
-        self.rows["action"][row], self.env_actions[self.ready], prob = act(*self.seen)
-        self.rows["prob"][row], self.rows["version"][row] = prob[:, 0], self.version
-        return self.env_actions
-
-    def receive(self, obs, rewards, terminated, truncated, infos, step):
-        """What the envs answered. An episode that ends tells the bandit, and its env gets the next index. Returns what
-        ended: index, return, length."""
-        if "restarted" in infos:
-            self.drop(np.flatnonzero(infos["restarted"]))
-        (who,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
-        row = who, self.at[who]
-        for name, x in (("reward", rewards[who]), ("terminated", terminated[who]), ("alive", 1)):
-            self.rows[name][row] = x
-        self.at[who] += 1
-        self.age[who] += 1
-        self.asked[who] = False
-        self.returns += rewards
-        cut = who[(truncated & ~terminated)[who]]
-        if len(cut):
-            self.put(cut, np.stack([infos["final_obs"][slot] for slot in cut]))  # (5)
-            self.at[cut] += 1
-        ended = np.flatnonzero(terminated | truncated)
-        episodes = [[*self.index[slot].tolist(), self.returns[slot].item(), self.age[slot].item()] for slot in ended]
-        for slot in ended:
-            self.bandit.update(self.index[slot], self.returns[slot], step)
-        self.begin(ended)
-        self.open(ready, obs[ready], infos["action_mask"][ready])
-        return episodes
-
-    def drop(self, who):
-        """These slots' open rows will never be closed: they stay dead, and the rows before them end there."""
-        self.at[who[self.asked[who]]] += 1
-        self.asked[who] = False
-        self.begin(who)
-
-    def begin(self, who):
-        self.age[who], self.returns[who] = 0, 0
-        for slot in who:
-            self.index[slot] = self.bandit.draw()
 
 
 Batch = namedtuple("Batch", "obs age mask index action prob reward terminated alive")
@@ -607,41 +513,6 @@ def update(args, objective, networks, averages, mb, *numbers):
     return metrics
 
 
-def actor(acting, seen):
-    """How to act: in numpy, compared with the module on one of those who ask; with memory the module."""
-    return acting.module if len(seen) > 3 else acting.checked(*(x[:1] for x in seen))
-
-
-def play(agent, spec, n, index=None):
-    """For evaluate(): greedy in the mixture at this index; None: the best (4)."""
-    acting, act, rollout = fast.Acting(agent, deterministic=True), None, Rollout(n, spec, agent.memory, 1)
-    rollout.index[:] = agent.index if index is None else index
-
-    def chosen(obs, infos, who, begins):
-        nonlocal act
-        rollout.age[who] = np.where(begins[who], 0, rollout.age[who] + 1)
-        rollout.open(who, obs[who], infos["action_mask"][who])
-        act = act or actor(acting, rollout.seen)
-        actions = rollout.act(act)[who]
-        rollout.at[who] += 1
-        rollout.sequences.clear()
-        return actions
-
-    return chosen
-
-
-def greedy(agent, spec, args):
-    """Mean returns of the two networks and of their mixture, each without chance, in envs of their own."""
-    ways, scores = {"network_1": (1.0, 1.0, 1.0), "network_2": (1.0, 1.0, 0.0), "mixture": None}, {}
-    with closing(make_envs(replace(args, num_envs=EPISODES), args.seed + 1000)[0]) as envs:
-        for name, index in ways.items():
-            way = play(agent, spec, envs.num_envs, index)
-            results = evaluate(way, envs, EPISODES, args.seed + 1000, LONGEST)
-            if len(results) and len(results[0]) == EPISODES:  # some never end
-                scores[f"greedy/{name}"] = results[0].mean()
-    return scores
-
-
 def train(args, resumed=None):
     """resumed: path and content of a checkpoint to go on from."""
     check(args)
@@ -657,7 +528,7 @@ def train(args, resumed=None):
 
         agent = Agent(spec, args).to(args.device)
         bandit = BANDITS[args.bandit](args)
-        rollout = Rollout(n, spec, agent.memory, args.sequence_length, bandit)
+        rollout = Rollout(agent, n, args.sequence_length, bandit)
         runs.check_memory("--replay-size", args.replay_size, args.replay_size * rollout.rows[0].nbytes)
         replay = np.zeros((args.replay_size, *rollout.rows[0].shape), rollout.rows.dtype)
         networks = [fast.Vector(agent, only=[f"networks.{i}"]) for i in range(2)]
@@ -668,16 +539,13 @@ def train(args, resumed=None):
         torch.set_num_threads(fast.threads(args.batch_size * args.sequence_length * max(args.hidden_sizes, default=1)))
         kept = {"optimizer": dict(zip(names, averages, strict=True)), "counts": counts}
         kept |= {"bandit": bandit, "replay": replay.view(np.uint8)}
-        running = {name: getattr(rollout, name) for name in ("at", "age", "returns", "asked", "index")}
-        running["rows"] = rollout.rows.view(np.uint8)
         words = f"sequences of {args.sequence_length}, batches of {n} and {args.batch_size - n} replayed"
-        next_obs, infos = run.start(words, args.total_timesteps, spec, agent, kept, play, running=running)
+        next_obs, infos = run.start(words, args.total_timesteps, spec, agent, kept, play, running={"rollout": rollout})
         rollout.version = counts["updates"]
         if args.num_actors:
             envs.launch(run.folder, spec, rollout.rows[0], counts["updates"], agent, bandit)
         else:
-            ready = np.flatnonzero(infos["ready"])
-            rollout.open(ready, next_obs[ready], infos["action_mask"][ready])
+            rollout.start(next_obs, infos)
 
         for _ in run.iterations():
             lr = args.learning_rate * (1 - run.global_step / args.total_timesteps if args.anneal_lr else 1)
@@ -717,11 +585,8 @@ def train(args, resumed=None):
                 envs.push(counts["updates"], agent, bandit)
             run.spent("learn")
             scalars |= {f"bandit/{name}": x for name, x in zip(("k1", "k2", "e"), agent.index[0].tolist(), strict=True)}
-            if args.eval_interval:
-                evaluations = run.global_step // args.eval_interval
-                if evaluations > counts["evaluations"] or run.global_step >= args.total_timesteps:
-                    counts["evaluations"] = evaluations
-                    scalars |= greedy(agent, spec, args)
+            if args.eval_interval and run.passed(args.eval_interval):
+                scalars |= mean_returns(make_envs, args, partial(play, agent, spec), GREEDY)
             run.log(scalars)
 
 

@@ -66,6 +66,17 @@ def evaluate(play, envs, episodes, seed, steps=math.inf):
     return np.array(results).T
 
 
+def mean_returns(make_envs, args, play, ways, episodes=8, steps=3_000):
+    """Of several ways to play, by name, in envs of their own; without a way in which some episode did not end."""
+    seed, means = args.seed + 1000, {}
+    with closing(make_envs(replace(args, num_envs=episodes), seed)[0]) as envs:
+        for name, way in ways.items():
+            results = evaluate(play(envs.num_envs, way), envs, episodes, seed, steps)
+            if len(results) and len(results[0]) == episodes:
+                means[name] = results[0].mean()
+    return means
+
+
 def film(args, make_envs, play, agent, spec, path):
     """A video of the deterministic policy, in an env of its own: an episode of a gymnasium env, or half a minute of a
     bundled scene."""
@@ -168,6 +179,7 @@ def export(agent, spec, path):
             torch.onnx.export(graph, graph.example(), temporary, **settings, **names)
 
 
+NO_PLACE = {"bins": "continuous actions in bins", "window": "a transformer's last observations"}
 # What envs/godot/policy.gd can do: the operations of ONNX, on vectors.
 OPERATIONS = {
     "Gemm",
@@ -237,6 +249,9 @@ def use(args, path, state, script, Agent, make_envs, describe, play):
             flush=True,
         )
     if args.export:
+        for key, what in NO_PLACE.items():
+            if spec.get(key):
+                raise ValueError(f"--export: Unity's layout of a model has no place for {what}")
         target = path.with_name("policy.onnx")
         try:
             export(agent, spec, target)

@@ -236,6 +236,10 @@ class Run:
         """Whether so many more have been made since the last log(), or it is the last time."""
         return self.crossed(decisions, self.logged_at)
 
+    def passed(self, decisions):
+        """The same, but an end that the user asks for changes nothing: the run goes on as if it had not been."""
+        return self.global_step // decisions > self.logged_at // decisions or self.global_step >= self.total
+
     def crossed(self, decisions, before):
         return self.global_step // decisions > before // decisions or self.finished()
 

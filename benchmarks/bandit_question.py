@@ -30,6 +30,7 @@ import io
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def one_run(job):
     training = told[told[:, 0] > STEPS[env] / 2, 4].mean()
     agent = lbc.Agent(state["spec"], args)
     agent.load_state_dict(state["kept"]["agent"])
-    envs, _ = lbc.make_envs(lbc.replace(args, num_envs=EPISODES), seed + 1000)
+    envs, _ = lbc.make_envs(replace(args, num_envs=EPISODES), seed + 1000)
     with contextlib.closing(envs):
         play = lbc.play(agent.eval(), state["spec"], envs.num_envs)
         results = evaluate(play, envs, EPISODES, seed + 1000, steps=1000)
