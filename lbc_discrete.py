@@ -14,9 +14,6 @@ A row has its index and mu's probability of its action. What is learned is the m
 of now; each network's gradient goes through its own softmax. V has V-trace's targets, Q = A - E[A] + V ReTrace's, and
 the policy V-trace's advantage: three losses for each network.
 
-An episode that is cut, by a time limit or a lost player, has one row more: its last observation, of which only the
-value is asked. So what follows a row is always the next row, and nothing passes an end: rho and c are 0 there.
-
 From GDI (Fan & Xiao, ICML 2022), here called GDI, with these choices where it is silent or where it did not work as
 well; the numbers stand at the lines:
  1. Rewards are shaped and then scaled: values should stay within about 10. It matters most.
@@ -25,8 +22,9 @@ well; the numbers stand at the lines:
  3. An action of several branches has a product of mixtures, each branch its own. GDI has one branch.
  4. The bandits' c is 1, one tiling each, their tiles start at the first return. Greedy is the argmax of the mixture at
     the index that the bandits think best.
- 5. A cut episode bootstraps from its last observation. Gradients are clipped network by network: k up to 50 multiplies
-    them.
+ 5. An episode that is cut, by a time limit or a lost player, has one row more, its last observation, of which only the
+    value is asked: the bootstrap. So what follows a row is always the next row, and at an end rho and c are 0.
+    Gradients are clipped network by network: k up to 50 multiplies them.
  6. Adam without decay, and small sequences and batches: GDI's numbers are for Atari with 160 envs.
 """
 
@@ -139,7 +137,7 @@ PRESETS = {
 }
 VOTERS, BLOCKS, BEST = 7, 20, 3  # of GDI's: how many vote, in how many pieces a dimension is cut, proposals of each
 FREE = ("num_actors", "eval_interval")  # may be another when a run goes on
-COUNTS = ("updates", "added", "used")  # updates; sequences in the replay so far, and those that were new
+AVERAGES = ("exp_avg_1", "exp_avg_sq_1", "exp_avg_2", "exp_avg_sq_2")  # Adam's
 GREEDY = {"greedy/network_1": (1.0, 1.0, 1.0), "greedy/network_2": (1.0, 1.0, 0.0), "greedy/mixture": None}
 
 
@@ -533,11 +531,11 @@ def train(args, resumed=None):
         replay = np.zeros((args.replay_size, *rollout.rows[0].shape), rollout.rows.dtype)
         networks = [fast.Vector(agent, only=[f"networks.{i}"]) for i in range(2)]
         averages = [torch.zeros_like(networks[i // 2].data) for i in range(4)]
-        names, counts = ("exp_avg_1", "exp_avg_sq_1", "exp_avg_2", "exp_avg_sq_2"), dict.fromkeys(COUNTS, 0)
+        counts = {"updates": 0, "added": 0, "used": 0}  # the latter two: sequences in the replay, those learned from
         objective, acting = fast.Functional(loss, agent, *networks), fast.Acting(agent)
         step = run.compiled(update, args.total_timesteps // decisions * args.num_updates)
         torch.set_num_threads(fast.threads(args.batch_size * args.sequence_length * max(args.hidden_sizes, default=1)))
-        kept = {"optimizer": dict(zip(names, averages, strict=True)), "counts": counts}
+        kept = {"optimizer": dict(zip(AVERAGES, averages, strict=True)), "counts": counts}
         kept |= {"bandit": bandit, "replay": replay.view(np.uint8)}
         words = f"sequences of {args.sequence_length}, batches of {n} and {args.batch_size - n} replayed"
         next_obs, infos = run.start(words, args.total_timesteps, spec, agent, kept, play, running={"rollout": rollout})
