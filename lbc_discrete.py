@@ -130,7 +130,10 @@ class Args(runs.Args):
 
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=150_000),
+    "Acrobot-v1": dict(
+        total_timesteps=150_000, learning_rate=5e-4, replay_size=1_000, batch_size=64, num_updates=4, gamma_1=0.997,
+        gamma_2=0.995,
+    ),
     "LunarLander-v3": dict(
         total_timesteps=800_000, num_envs=16, learning_rate=4e-4, replay_size=1_000, batch_size=64, num_updates=4,
         gamma_1=0.997, gamma_2=0.995, hidden_sizes=(128, 128), eval_interval=100_000,
