@@ -180,8 +180,8 @@ def play(agent, spec, n, index=None):
 
 
 def check(args):
-    if ranks.SIZE > 1:
-        raise ValueError("torchrun is not for this script: more processes act with --num-actors")
+    if ranks.SIZE > 1 and args.num_actors:
+        raise ValueError(f"--num-actors {args.num_actors}: with torchrun each rank acts for itself, leave it out")
     if args.num_actors and args.base_port is not None:
         raise ValueError(f"--base-port {args.base_port}: --num-actors launch players of their own, leave it out")
 

@@ -134,7 +134,7 @@ class Args:
     for Godot's plugin, and then policy.json too, for envs/godot/policy.gd"""
     rollout_share: float = 1.0
     """with torchrun: a rank that lags ends its rollout early once this share of the ranks has finished theirs, as in
-    DD-PPO; 1: none does. Not for SAC, whose ranks step together"""
+    DD-PPO; 1: none does. PPO's; SAC's ranks step together, the bandit's wait for sequences"""
     trust: bool = False
     """with a checkpoint of another machine: let its arguments start programs and import modules"""
     total_timesteps: int = 1_000_000

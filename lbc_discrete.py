@@ -506,6 +506,7 @@ def update(args, objective, networks, averages, mb, *numbers):
     metrics = {name: x.detach() for name, x in metrics.items()}
     with torch.no_grad():
         for i, (weights, grad) in enumerate(zip(networks, grads, strict=True)):
+            grad = ranks.mean(grad, rows=mb.alive.sum())
             grad_norm = grad.norm()  # (5)
             clipped = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
             adam(weights, clipped, averages[2 * i], averages[2 * i + 1], *numbers)
@@ -522,7 +523,7 @@ def train(args, resumed=None):
         spec, decisions = describe(args, envs), n * args.sequence_length
         if args.batch_size < n:
             raise ValueError(f"--batch-size {args.batch_size}: must hold a new sequence of each of {n} envs")
-        if args.total_timesteps < decisions:
+        if args.total_timesteps < decisions * ranks.SIZE:
             size = f"{n} envs x --sequence-length {args.sequence_length} = {decisions} decisions"
             raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one sequence of each, {size}")
 
@@ -535,7 +536,7 @@ def train(args, resumed=None):
         averages = [torch.zeros_like(networks[i // 2].data) for i in range(4)]
         counts = {"updates": 0, "added": 0, "used": 0}  # the latter two: sequences in the replay, those learned from
         objective, acting = fast.Functional(loss, agent, *networks), fast.Acting(agent)
-        step = run.compiled(update, args.total_timesteps // decisions * args.num_updates)
+        step = run.compiled(update, args.total_timesteps // (decisions * ranks.SIZE) * args.num_updates)
         torch.set_num_threads(fast.threads(args.batch_size * args.sequence_length * max(args.hidden_sizes, default=1)))
         kept = {"optimizer": dict(zip(AVERAGES, averages, strict=True)), "counts": counts}
         kept |= {"bandit": bandit, "replay": replay.view(np.uint8)}
@@ -577,7 +578,7 @@ def train(args, resumed=None):
             scalars = fast.means(metrics) | {"charts/learning_rate": lr}
             if len(rows):
                 scalars["charts/lag"] = (rollout.version - rows["version"]).mean()  # updates that were not known yet
-            if len(rows) and args.norm_obs:
+            if args.norm_obs and ranks.total(len(rows)):
                 agent.obs_rms.update(torch.as_tensor(rows["obs"], device=args.device))
             counts["used"], rollout.version = counts["used"] + n, counts["updates"]
             agent.index.copy_(torch.as_tensor(bandit.best())[None])
@@ -585,7 +586,7 @@ def train(args, resumed=None):
                 envs.push(counts["updates"], agent, bandit)
             run.spent("learn")
             scalars |= {f"bandit/{name}": x for name, x in zip(("k1", "k2", "e"), agent.index[0].tolist(), strict=True)}
-            if args.eval_interval and run.passed(args.eval_interval):
+            if args.eval_interval and run.leads and run.passed(args.eval_interval):
                 scalars |= mean_returns(make_envs, args, partial(play, agent, spec), GREEDY)
             run.log(scalars)
 

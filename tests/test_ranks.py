@@ -78,9 +78,31 @@ def sac():
         metrics = script.update(args, *objectives, policy.data, critics.data, targets.data, *averages, batch, *numbers)
     return torch.cat([policy.data, critics.data, targets.data]), metrics["losses/qf_loss"]
 
+def bandit():
+    """Sequences with dead rows, more of them in one rank's than in the other's."""
+    script, rng, n, length = importlib.import_module("lbc_discrete"), np.random.default_rng(0), 16, 6
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8))
+    agent = script.Agent({"obs_dim": 5, "branches": [3], "start": [0], "bins": 0}, args)
+    networks = [fast.Vector(agent, only=[f"networks.{i}"]) for i in range(2)]
+    obs, reward = vectors(rng, (n, length + 1, 5), (n, length))
+    choices = torch.as_tensor(rng.integers(0, 3, (n, length, 1)))
+    uniform = torch.as_tensor(rng.random((3, n, length)), dtype=torch.float32)
+    alive = (uniform[0] < torch.linspace(0.2, 1.0, n)[torch.randperm(n)][:, None]).float()
+    index = torch.stack([3 * uniform[1], 5 * uniform[1], uniform[2]], 2)
+    rest = torch.full((n, length), 0.4), reward, (uniform[2] < 0.1).float(), alive
+    mb = script.Batch(obs, torch.zeros(n, length + 1, dtype=int), torch.ones(n, length, 3), index, choices, *rest)
+    mb = script.Batch(*(x[ranks.RANK :: ranks.SIZE] for x in mb))
+    agent.obs_rms.update(mb.obs[:, :-1][mb.alive > 0])
+    objective = fast.Functional(script.loss, agent, *networks)
+    averages = [torch.zeros_like(networks[i // 2].data) for i in range(4)]
+    for k in range(1, 6):
+        script.update(args, objective, [x.data for x in networks], averages, mb, *script.adam_numbers(k, 1e-2))
+    return torch.cat([x.data for x in networks] + [x.flatten().float() for x in agent.obs_rms.buffers()])
+
 def main(path):
     ranks.join("cpu")
-    out = {"sac": sac()[0]}
+    out = {"sac": sac()[0], "bandit": bandit()}
     for name in ("ppo_continuous_multiagent", "ppo_discrete_multiagent"):
         out[name], out[name + " norm"] = ppo(name)
     if "compiled" in sys.argv:
@@ -273,10 +295,22 @@ def test_what_ranks_can_not_do_is_refused(line, match, monkeypatch, capsys):
         ppo.main()
 
 
-def test_a_script_with_actors_refuses_ranks(monkeypatch):
+def test_actors_and_ranks_are_not_for_each_other(monkeypatch):
     monkeypatch.setattr(ranks, "SIZE", 2)
-    with pytest.raises(ValueError, match="--num-actors"):
-        lbc.check(lbc.Args())
+    lbc.check(lbc.Args())
+    with pytest.raises(ValueError, match="--num-actors 2: with torchrun"):
+        lbc.check(lbc.Args(num_actors=2))
+
+
+def test_two_ranks_of_the_bandit_end_together():
+    """Each has its own bandits and replay; weights are the same, and rank 0 looks at how greedy it would be."""
+    few = "--num-envs 4 --batch-size 8 --replay-size 20 --hidden-sizes 8 --eval-interval 400 --total-timesteps 800"
+    process = torchrun(ROOT / "lbc_discrete.py", *f"--env-id CartPole-v1 --no-compile {few}".split())
+    out = finish(process)
+    assert process.returncode == 0, out
+    (run,) = Path("runs").glob("CartPole-v1__lbc_discrete__1__*")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    assert state["global_step"] == 800 and state["kept"]["counts"]["updates"] == 10  # 2 ranks x 4 envs x 20 decisions
 
 
 HOSTS = """
