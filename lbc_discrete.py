@@ -128,12 +128,12 @@ class Args(runs.Args):
     """decisions between two greedy evaluations of network 1, network 2 and the mixture; 0: none"""
 
 
-STEADY = dict(replay_size=1_000, batch_size=64, num_updates=4, gamma_1=0.997, gamma_2=0.995)
-LANDING = dict(num_envs=16, learning_rate=4e-4, hidden_sizes=(128, 128), eval_interval=100_000)
+LARGER = dict(num_envs=16, replay_size=1_000, batch_size=64, num_updates=4, hidden_sizes=(128, 128))
+LANDING = dict(learning_rate=4e-4, gamma_1=0.997, gamma_2=0.995, eval_interval=100_000)
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=150_000, learning_rate=5e-4, **STEADY),
-    "LunarLander-v3": dict(total_timesteps=800_000, **LANDING, **STEADY),
+    "Acrobot-v1": dict(total_timesteps=150_000, reward_scale=0.2, **LARGER),
+    "LunarLander-v3": dict(total_timesteps=800_000, **LANDING, **LARGER),
     "LaserHockey-v0": dict(total_timesteps=1_000_000, hidden_sizes=(128, 128), gamma_1=0.98, gamma_2=0.99),
     "Basic": dict(total_timesteps=50_000, player_args=("--agents", "16"), gamma_1=0.9, gamma_2=0.9, reward_scale=1.0),
 }

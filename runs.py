@@ -108,8 +108,9 @@ class Run:
         raise KeyboardInterrupt
 
     def __exit__(self, kind, error, _):
-        heed(lambda *_: None)  # somebody is impatient, but a checkpoint is a matter of moments
+        heed(lambda *_: None)  # somebody is impatient, or torchrun ends who is left: this is a matter of moments
         with contextlib.ExitStack() as stack:  # whatever fails, the rest is done
+            stack.callback(self.unheed)
             stack.callback(ranks.leave)
             stack.callback(self.envs.close)
             if self.lock:
@@ -118,7 +119,6 @@ class Run:
                 stack.callback(self.close_logs)
                 if self.snapshot is not self.saved:
                     self.save_checkpoint()
-            self.unheed()
         if kind in (None, KeyboardInterrupt) and self.snapshot:
             ranks.remember(None)
             script = f"python {self.script.name}"
@@ -476,7 +476,7 @@ def main(script, doc, Args, presets, train, Agent, make_envs, describe, check, p
     except (ValueError, EngineError, FloatingPointError, MemoryError) as error:
         raise SystemExit(f"\n{error}") from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(f"\n{ranks.failed[0]}" if ranks.failed else 130) from None
     except BrokenPipeError:  # whoever read the output is gone
         sys.stdout = open(os.devnull, "w")
         raise SystemExit(1) from None
