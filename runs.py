@@ -52,6 +52,15 @@ def heed(how):
             signal.signal(number, how)
 
 
+over = []  # not empty: the run has come to its end
+
+
+def interrupt(number, _):
+    """When all is done a signal would only change the exit code."""
+    if not over:
+        raise KeyboardInterrupt
+
+
 class Run:
     """make_envs(args, seed) gives the envs, and how they are stepped, in words. resumed: path and content of a
     checkpoint to go on from."""
@@ -109,6 +118,7 @@ class Run:
 
     def __exit__(self, kind, error, _):
         heed(lambda *_: None)  # somebody is impatient, or torchrun ends who is left: this is a matter of moments
+        over.append(True)
         with contextlib.ExitStack() as stack:  # whatever fails, the rest is done
             stack.callback(self.unheed)
             stack.callback(ranks.leave)
@@ -452,7 +462,8 @@ class Run:
 
 def main(script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()):
     """free: options of the script's own that may be another when a run goes on."""
-    heed(signal.default_int_handler)
+    over.clear()
+    heed(interrupt)
     if ranks.RANK:  # rank 0 speaks
         sys.stdout = open(os.devnull, "w")
     if (folder := ranks.begun()) and Path(folder, "checkpoint.pt").exists():

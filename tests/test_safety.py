@@ -329,6 +329,25 @@ def test_an_impatient_user_does_not_interrupt_the_last_checkpoint(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_between_the_runs_end_and_the_programs_changes_nothing(monkeypatch, capsys, way):
+    trained = ppo.train
+
+    def then_a_signal(*args):
+        trained(*args)
+        os.kill(os.getpid(), getattr(signal, way))
+
+    monkeypatch.setattr(ppo, "train", then_a_signal)
+    before = {number: signal.getsignal(number) for number in runs.SIGNALS}
+    try:
+        few = "--num-steps 64 --num-minibatches 2 --update-epochs 1 --hidden-sizes 8 --total-timesteps 64"
+        call(monkeypatch, *f"--env-id parity_env:Parity-v0 {few}".split())
+    finally:
+        for number, how in before.items():
+            signal.signal(number, how)
+    assert "To see what it does" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_while_the_interpreter_ends_changes_nothing(way):
     """It can take a second, and all is saved."""
     line = [*LINE[:-4], "--total-timesteps", "512"]
