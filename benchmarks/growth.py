@@ -1,7 +1,7 @@
-"""How it grows, in the Crawler scene: more agents in a player, more players, a long run, two ranks of torchrun.
+"""How it grows, in the Crawler scene: more agents in a player, more players, a long run, ranks of torchrun.
 
-    python benchmarks/growth.py                             all four, about an hour of two cores
-    python benchmarks/growth.py agents players ranks        these, ten minutes
+    python benchmarks/growth.py                                 all of it, about an hour of two cores
+    python benchmarks/growth.py agents players ranks exchange   these, ten minutes
     python benchmarks/growth.py memory --decisions 500000
 
 Each measurement has a process of its own, and what is compared takes turns, so that noise hits both. agents: one player
@@ -9,6 +9,7 @@ with 10, 40 and 160 under random actions, no learning. players: 1, 2 and 4 with 
 end with PPO, in batches of equally many decisions. memory: what the training process and its players hold while PPO
 runs, over the first and the last tenth of the time after the first decision; Linux only. ranks: two processes of
 torchrun with a player each against one process with two, the same decisions, batches and minibatches together.
+exchange: how long 2 and 4 ranks take to average one number and Crawler's gradient, nothing else done.
 Cells are medians of the turns, with their range.
 """
 
@@ -67,6 +68,28 @@ def settings(players, args, ranks=1):
     return [*line, "--total-timesteps", args.steps]
 
 
+def exchange_times():
+    """Milliseconds of ranks.mean(), of one number and of Crawler's gradient. Runs in every rank: see exchange()."""
+    import torch
+
+    import ppo_continuous_multiagent as ppo
+    import ranks
+
+    agent = ppo.Agent(dict(obs_dim=172, action_dim=20, low=-1.0, high=1.0), ppo.Args(**ppo.PRESETS["Crawler"]))
+    torch.set_num_threads(1)
+    ranks.join("cpu")
+    for numbers, times in ((1, 500), (sum(x.numel() for x in agent.parameters()), 50)):
+        x = torch.zeros(numbers)
+        for _ in range(10):
+            ranks.mean(x)
+        start = time.perf_counter()
+        for _ in range(times):
+            ranks.mean(x)
+        if ranks.RANK == 0:
+            print("numbers", numbers, "ms", (time.perf_counter() - start) / times * 1e3, flush=True)
+    ranks.leave()
+
+
 def end_to_end(*command):
     """Decisions a second of a run, as its last line has it."""
     return float(re.findall(r"(\d+) SPS", python(*command))[-1])
@@ -117,6 +140,19 @@ def ranks(args):
     table(("the same work", "decisions/s, PPO end to end", "against one process"), *rows)
 
 
+def exchange(args):
+    rows = []
+    for n in (2, 4):
+        told = {}
+        for turn in range(args.rounds):
+            out = python("-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, "--exchange")
+            for numbers, ms in re.findall(r"numbers (\d+) ms (\S+)", out):
+                told.setdefault(int(numbers), []).append(float(ms))
+            print(f"    turn {turn + 1}: {n} ranks: {told}", file=sys.stderr, flush=True)
+        rows += [(f"{n} ranks", *(f"{median(x):.2f} ms ({min(x):.2f} to {max(x):.2f})" for x in told.values()))]
+    table(("averaged", *(f"{numbers:,} number{'s' * (numbers > 1)}" for numbers in told)), *rows)
+
+
 def resident(pid):
     """Megabytes of a process; 0 if it is gone."""
     try:
@@ -164,7 +200,7 @@ def memory(args):
     table((f"{args.decisions:,} decisions of PPO", "first tenth", "last tenth", "difference", "most"), *rows)
 
 
-QUESTIONS = {"agents": agents, "players": players, "memory": memory, "ranks": ranks}
+QUESTIONS = {"agents": agents, "players": players, "memory": memory, "ranks": ranks, "exchange": exchange}
 
 
 def main():
@@ -179,7 +215,10 @@ def main():
     )
     parser.add_argument("--decisions", type=int, default=2_000_000, help="of the run whose memory is looked at")
     parser.add_argument("--one", type=float, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--exchange", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.exchange:
+        return exchange_times()
     if args.one:
         return random_actions(int(args.one[0]), int(args.one[1]), args.one[2])
     for question in args.questions:

@@ -26,6 +26,15 @@ def test_more_agents_in_a_player_are_a_row_each(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_are_timed_with_one_number_and_with_a_gradient(tmp_path):
+    out = run(tmp_path, "exchange", "--rounds", 1)
+    assert out.returncode == 0, out.stderr
+    header, _, two, four = [line.split(" | ") for line in out.stdout.splitlines() if line.startswith("| ")]
+    assert header[1] == "1 number" and header[2] == "1,238,569 numbers |"
+    for name, row in (("| 2 ranks", two), ("| 4 ranks", four)):
+        assert row[0] == name and 0 < float(row[1].split()[0]) < float(row[2].split()[0])
+
+
 def test_what_is_compared_takes_turns():
     order = []
     measures = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
@@ -53,7 +62,7 @@ def test_resident_memory_is_what_a_process_holds():
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        (["size"], "size: not one of agents, players, memory, ranks"),
+        (["size"], "size: not one of agents, players, memory, ranks, exchange"),
         (["--batch", 50], "--batch 50: must be a multiple of 40"),
         (["--steps", 10], "--steps 10, --decisions 2000000: must be a --batch, 20480, or more"),
         (["--rounds", 0], "--rounds 0: must be above 0"),
