@@ -1,7 +1,7 @@
 """How it grows, in the Crawler scene: more agents in a player, more players, a long run, ranks of torchrun.
 
-    python benchmarks/growth.py                                 all of it, about an hour of two cores
-    python benchmarks/growth.py agents players ranks exchange   these, ten minutes
+    python benchmarks/growth.py                                       all of it, about an hour of two cores
+    python benchmarks/growth.py agents players ranks exchange core    these, ten minutes
     python benchmarks/growth.py memory --decisions 500000
 
 Each measurement has a process of its own, and what is compared takes turns, so that noise hits both. agents: one player
@@ -9,7 +9,8 @@ with 10, 40 and 160 under random actions, no learning. players: 1, 2 and 4 with 
 end with PPO, in batches of equally many decisions. memory: what the training process and its players hold while PPO
 runs, over the first and the last tenth of the time after the first decision; Linux only. ranks: two processes of
 torchrun with a player each against one process with two, the same decisions, batches and minibatches together.
-exchange: how long 2 and 4 ranks take to average one number and Crawler's gradient, nothing else done.
+exchange: how long 2 and 4 ranks take to average one number and Crawler's gradient, nothing else done. core: PPO and its
+player on one core, as a rank among many would be, with the whole batch, an eighth and a 64th of it; Linux only.
 Cells are medians of the turns, with their range.
 """
 
@@ -47,12 +48,13 @@ def random_actions(agents, players, seconds):
         print("decisions/s", decisions / (time.perf_counter() - start))
 
 
-def python(*command):
-    """What a Python program says, run in a folder of its own."""
+def python(*command, cores=None):
+    """What a Python program says, run in a folder of its own. cores: it and what it starts have only these."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, *map(str, command)]
-        out = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        keep = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+        out = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, preexec_fn=keep)
     if out.returncode:
         raise SystemExit((out.stderr.strip() or "it said nothing").splitlines()[-1])
     return out.stdout
@@ -153,6 +155,23 @@ def exchange(args):
     table(("averaged", *(f"{numbers:,} number{'s' * (numbers > 1)}" for numbers in told)), *rows)
 
 
+def core(args):
+    if sys.platform != "linux":
+        print("core: only Linux keeps a process on a core; left out\n")
+        return
+    rows = []
+    for share in (1, 8, 64):
+        batch = args.batch // share // AGENTS * AGENTS
+        line = [PPO, "--env-id", "Crawler", "--num-players", 1, "--num-steps", batch // AGENTS]
+        line += ["--total-timesteps", max(batch, args.steps // min(share, 4)), "--no-compile"]
+        told = [python(*line, cores={0}) for _ in range(args.rounds)]
+        rates = [float(re.findall(r"(\d+) SPS", text)[-1]) for text in told]
+        shares = re.findall(r"env +\d+% act +\d+% learn +\d+%", told[-1])[-1]
+        rows.append((f"{batch:,}", rate(rates), f"{batch / median(rates):.2f} s", " ".join(shares.split())))
+        print(f"    {rows[-1]}", file=sys.stderr, flush=True)
+    table(("decisions of a batch", "decisions/s", "an iteration", "where the time goes"), *rows)
+
+
 def resident(pid):
     """Megabytes of a process; 0 if it is gone."""
     try:
@@ -200,7 +219,7 @@ def memory(args):
     table((f"{args.decisions:,} decisions of PPO", "first tenth", "last tenth", "difference", "most"), *rows)
 
 
-QUESTIONS = {"agents": agents, "players": players, "memory": memory, "ranks": ranks, "exchange": exchange}
+QUESTIONS = {"agents": agents, "players": players, "memory": memory, "ranks": ranks, "exchange": exchange, "core": core}
 
 
 def main():

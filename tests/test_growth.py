@@ -62,7 +62,7 @@ def test_resident_memory_is_what_a_process_holds():
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        (["size"], "size: not one of agents, players, memory, ranks, exchange"),
+        (["size"], "size: not one of agents, players, memory, ranks, exchange, core"),
         (["--batch", 50], "--batch 50: must be a multiple of 40"),
         (["--steps", 10], "--steps 10, --decisions 2000000: must be a --batch, 20480, or more"),
         (["--rounds", 0], "--rounds 0: must be above 0"),
