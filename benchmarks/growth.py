@@ -7,11 +7,11 @@
 Each measurement has a process of its own, and what is compared takes turns, so that noise hits both. agents: one player
 with 10, 40 and 160 under random actions, no learning. players: 1, 2 and 4 with ten agents each, the same, and end to
 end with PPO, in batches of equally many decisions. memory: what the training process and its players hold while PPO
-runs, over the first and the last tenth of the time after the first decision; Linux only. ranks: two processes of
-torchrun with a player each against one process with two, the same decisions, batches and minibatches together.
-exchange: how long 2 and 4 ranks take to average one number and Crawler's gradient, nothing else done. core: PPO and its
-player on one core, as a rank among many would be, with the whole batch, an eighth and a 64th of it; Linux only.
-Cells are medians of the turns, with their range.
+runs, over the first tenth of the time after the first decision, a tenth in the middle, and the last; Linux only. ranks:
+two processes of torchrun with a player each against one process with two, the same decisions, batches and minibatches
+together. exchange: how long 2 and 4 ranks take to average one number and Crawler's gradient, nothing else done. core:
+PPO and its player on one core, as a rank among many would be, with the whole batch, an eighth and a 64th of it; Linux
+only. Cells are medians of the turns, with their range.
 """
 
 import argparse
@@ -214,9 +214,10 @@ def memory(args):
         raise SystemExit(f"memory: {why}")
     tenth, rows = len(samples) // 10, []
     for name, x in zip(("training process", "its two players together"), zip(*samples, strict=True), strict=True):
-        first, last = fmean(x[:tenth]), fmean(x[-tenth:])
-        rows.append((name, f"{first:,.0f} MB", f"{last:,.0f} MB", f"{last - first:+,.1f} MB", f"{max(x):,.0f} MB"))
-    table((f"{args.decisions:,} decisions of PPO", "first tenth", "last tenth", "difference", "most"), *rows)
+        half = len(x) // 2 - tenth // 2  # where the tenth in the middle begins
+        parts = fmean(x[:tenth]), fmean(x[half : half + tenth]), fmean(x[-tenth:]), max(x)
+        rows.append((name, *(f"{part:,.0f} MB" for part in parts)))
+    table((f"{args.decisions:,} decisions of PPO", "first tenth", "in the middle", "last tenth", "most"), *rows)
 
 
 QUESTIONS = {"agents": agents, "players": players, "memory": memory, "ranks": ranks, "exchange": exchange, "core": core}
