@@ -132,7 +132,7 @@ LARGER = dict(num_envs=16, replay_size=1_000, batch_size=64, num_updates=4, hidd
 LANDING = dict(learning_rate=4e-4, gamma_1=0.997, gamma_2=0.995, eval_interval=100_000)
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=150_000, reward_scale=0.2, **LARGER),
+    "Acrobot-v1": LARGER | dict(total_timesteps=150_000, reward_scale=0.2, batch_size=128, num_updates=8),
     "LunarLander-v3": dict(total_timesteps=800_000, **LANDING, **LARGER),
     "LaserHockey-v0": dict(total_timesteps=1_000_000, hidden_sizes=(128, 128), gamma_1=0.98, gamma_2=0.99),
     "Basic": dict(total_timesteps=50_000, player_args=("--agents", "16"), gamma_1=0.9, gamma_2=0.9, reward_scale=1.0),

@@ -88,7 +88,7 @@ FULL = [
     Row(SAC, "GodotDiscs", ONE, 40_000, "--no-compile", evaluate=200),
     Row(SAC, "Crawler", ONE, 145_000, "--compile"),
     Row(BANDIT, "CartPole-v1", FIVE, 100_000, "--no-compile", evaluate=100),
-    Row(BANDIT, "Acrobot-v1", FIVE, 150_000, "--no-compile", evaluate=100),
+    Row(BANDIT, "Acrobot-v1", FIVE, 150_000, "--compile", evaluate=100),
     Row(BANDIT, "LunarLander-v3", THREE, 800_000, "--compile", evaluate=100),
     Row(BANDIT, "Basic", THREE, 50_000, "--no-compile", evaluate=100),
     Row(BANDIT, "InvertedPendulum-v5", THREE, 100_000, "--no-compile --bins 11", evaluate=100),
