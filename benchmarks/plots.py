@@ -25,6 +25,7 @@ TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; M
     "HalfCheetah-v5": (1443, "CleanRL, published"),
     "Hopper-v5": (2383, "CleanRL, published"),
     "Walker2d-v5": (2288, "CleanRL, published"),
+    "HalfCheetah-v5.sac": (9635, "CleanRL, published, at a million"),
     "3DBall": (100, "ML-Agents' benchmark"),
     "3DBall.sac": (100, "ML-Agents' benchmark"),
     "Crawler": (2353, "Unity's own policy in this scene"),

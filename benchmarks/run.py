@@ -62,9 +62,9 @@ QUICK = [
 ]
 FULL = [
     Row(PPO, "3DBall", THREE, 150_000, "--no-compile"),
-    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo"),
-    Row(PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo"),
-    Row(PPO, "Walker2d-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo"),
+    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
+    Row(PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
+    Row(PPO, "Walker2d-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
     Row(PPO, "Reacher2Dof-v0", FIVE, 300_000, "--compile", evaluate=200),
     Row(
         PPO, "Reacher2Dof-v0", THREE, 300_000, "--compile --num-envs 1 --num-steps 2048", evaluate=200, label="one-env"
@@ -83,6 +83,7 @@ FULL = [
     Row(MEMORY, "CartPoleBlind-v0", THREE, 300_000, evaluate=100),
     Row(SAC, "3DBall", THREE, 60_000, "--no-compile"),
     Row(SAC, "HalfCheetah-v5", THREE, 100_000, "--compile", sb3="sb3-sac"),
+    Row(SAC, "HalfCheetah-v5", ONE, 1_000_000, "--compile", evaluate=20, label="sac_continuous-million"),
     Row(SAC, "Hopper-v5", THREE, 100_000, "--compile", sb3="sb3-sac"),
     Row(SAC, "Reacher3Dof-v0", THREE, 100_000, "--compile", evaluate=200),
     Row(SAC, "GodotDiscs", ONE, 40_000, "--no-compile", evaluate=200),
