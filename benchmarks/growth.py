@@ -1,7 +1,7 @@
 """How it grows, in the Crawler scene: more agents in a player, more players, a long run, ranks of torchrun.
 
     python benchmarks/growth.py                                       all of it, about an hour of two cores
-    python benchmarks/growth.py agents players ranks exchange core    these, ten minutes
+    python benchmarks/growth.py agents players ranks exchange core    these, twenty minutes
     python benchmarks/growth.py memory --decisions 500000
 
 Each measurement has a process of its own, and what is compared takes turns, so that noise hits both. agents: one player
@@ -161,8 +161,9 @@ def core(args):
         return
     rows = []
     for share in (1, 8, 64):
-        batch = args.batch // share // AGENTS * AGENTS
-        line = [PPO, "--env-id", "Crawler", "--num-players", 1, "--num-steps", batch // AGENTS]
+        steps = max(1, args.batch // share // AGENTS)
+        batch = steps * AGENTS
+        line = [PPO, "--env-id", "Crawler", "--num-players", 1, "--num-steps", steps]
         line += ["--total-timesteps", max(batch, args.steps // min(share, 4)), "--no-compile"]
         told = [python(*line, cores={0}) for _ in range(args.rounds)]
         rates = [float(re.findall(r"(\d+) SPS", text)[-1]) for text in told]

@@ -35,6 +35,18 @@ def test_ranks_are_timed_with_one_number_and_with_a_gradient(tmp_path):
         assert row[0] == name and 0 < float(row[1].split()[0]) < float(row[2].split()[0])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a process on a core")
+def test_a_rank_on_one_core_is_timed_with_smaller_and_smaller_batches(tmp_path):
+    out = run(tmp_path, "core", "--rounds", 1, "--batch", 640, "--steps", 640)
+    assert out.returncode == 0, out.stderr
+    _, _, *rows = [line.strip("| ").split(" | ") for line in out.stdout.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["640", "80", "10"]
+    for batch, rate, seconds, shares in rows:
+        assert abs(float(batch) / float(rate.replace(",", "")) - float(seconds.split()[0])) < 0.006
+        assert shares.startswith("env ") and " learn " in shares
+    assert growth.python("-c", "import os; print(len(os.sched_getaffinity(0)))", cores={0}) == "1\n"
+
+
 def test_what_is_compared_takes_turns():
     order = []
     measures = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
