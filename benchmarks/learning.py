@@ -129,6 +129,9 @@ def say(command, args):
 
 def last_line(text):
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and lines[-1].startswith("╰"):  # a wrong argument is told in a box: what it is comes first
+        box = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
+        return lines[box + 1].strip("│ ")
     return lines[-1] if lines else "it wrote nothing"
 
 
@@ -172,9 +175,27 @@ def since_start(stamps, first, folder):
     return seconds
 
 
+def peer_settings(what, env_id, more):
+    """The arguments that our script would have. SB3 has nothing to compile."""
+    sys.path.insert(0, str(ROOT))
+    import gymnasium as gym
+    import tyro
+
+    kind = "ppo_pixel" if what == "sb3-ppo-pixel" else "ppo_continuous_multiagent"
+    if what == "sb3-sac":
+        kind = "sac_continuous"
+    elif what == "sb3-ppo" and not isinstance(gym.make(env_id).action_space, gym.spaces.Box):
+        kind = "ppo_discrete_multiagent"
+    script = importlib.import_module(kind)
+    preset = script.Args(env_id=env_id, **script.PRESETS.get(env_id, {}))
+    more = [word for word in more if word not in ("--compile", "--no-compile")]
+    return tyro.cli(script.Args, default=preset, args=more)
+
+
 def run_sb3(what, env_id, seed, more):
-    """SB3 with the settings of our scripts: PPO with VecNormalize, half its weight of the value loss, and a falling
-    learning rate; SAC with 10,000 random steps first."""
+    """SB3 with the settings of our scripts, which are given further arguments as they would be: PPO with VecNormalize,
+    and our weight of the value loss, which counts half of it, in SB3's terms."""
+    import gymnasium as gym
     import torch
     from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.callbacks import BaseCallback
@@ -182,6 +203,8 @@ def run_sb3(what, env_id, seed, more):
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
     rows, every, start = [], 1000, time.time()
+    args = peer_settings(what, env_id, more)
+    total = args.total_timesteps
 
     class Log(BaseCallback):
         ended = []
@@ -198,20 +221,13 @@ def run_sb3(what, env_id, seed, more):
 
     if what == "sb3-sac":
         torch.set_num_threads(1)
-        total = int(more[more.index("--total-timesteps") + 1]) if "--total-timesteps" in more else 1_000_000
-        model = SAC("MlpPolicy", make_vec_env(env_id, 1, seed=seed), learning_starts=10_000, seed=seed, device="cpu")
+        model = SAC(
+            "MlpPolicy", make_vec_env(env_id, 1, seed=seed), learning_rate=args.learning_rate, gamma=args.gamma,
+            buffer_size=args.buffer_size, learning_starts=args.learning_starts, batch_size=args.batch_size,
+            tau=args.tau, policy_kwargs=dict(net_arch=list(args.hidden_sizes)), seed=seed, device="cpu",
+        )  # fmt: skip
     else:
-        sys.path.insert(0, str(ROOT))
-        import gymnasium as gym
-        import tyro
-
         pixels = what == "sb3-ppo-pixel"
-        kind = "pixel" if pixels else "continuous_multiagent"
-        if not pixels and not isinstance(gym.make(env_id).action_space, gym.spaces.Box):
-            kind = "discrete_multiagent"
-        script = importlib.import_module(f"ppo_{kind}")
-        preset = script.Args(env_id=env_id, **script.PRESETS.get(env_id, {}))
-        args = tyro.cli(script.Args, default=preset, args=more)
 
         def make_images():
             from envs.pixels import make_pixel_env
@@ -220,7 +236,7 @@ def run_sb3(what, env_id, seed, more):
             return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], env.observation_space["image"])
 
         envs = make_vec_env(make_images if pixels else env_id, args.num_envs, seed=seed)
-        policy, layers, total = "CnnPolicy", None, args.total_timesteps
+        policy, layers = "CnnPolicy", None
         if pixels:
             stack = args.frame_stack or (3 if args.from_pixels else 1)
             envs = VecFrameStack(envs, stack) if stack > 1 else envs
@@ -228,12 +244,15 @@ def run_sb3(what, env_id, seed, more):
             torch.set_num_threads(1)
             activation = {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[args.activation]
             policy, layers = "MlpPolicy", dict(net_arch=list(args.hidden_sizes), activation_fn=activation)
+            layers |= {"log_std_init": args.logstd_init} if hasattr(args, "logstd_init") else {}
         envs = VecNormalize(envs, norm_obs=args.norm_obs and not pixels, norm_reward=args.norm_reward, gamma=args.gamma)
         model = PPO(
-            policy, envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.num_steps,
+            policy, envs, learning_rate=lambda left: args.learning_rate * (left if args.anneal_lr else 1),
+            n_steps=args.num_steps, batch_size=args.num_envs * args.num_steps // args.num_minibatches,
             n_epochs=args.update_epochs, gamma=args.gamma, gae_lambda=args.gae_lambda, clip_range=args.clip_coef,
-            batch_size=args.num_envs * args.num_steps // args.num_minibatches, ent_coef=args.ent_coef,
-            vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm, policy_kwargs=layers, seed=seed, device="cpu",
+            clip_range_vf=args.clip_coef if args.clip_vloss else None, normalize_advantage=args.norm_adv,
+            ent_coef=args.ent_coef, vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm,
+            target_kl=args.target_kl, policy_kwargs=layers, seed=seed, device="cpu",
         )  # fmt: skip
         every = args.num_steps * args.num_envs
     start = time.time()

@@ -1,6 +1,6 @@
 """All learning curves of the docs: scripts, envs and seeds, with SB3 beside them where the docs have it.
 
-    python benchmarks/run.py --quick                a first look, ten minutes of two cores: benchmarks/results/quick
+    python benchmarks/run.py --quick                a first look, five minutes of two cores: benchmarks/results/quick
     python benchmarks/run.py --full --jobs 2        the docs' own, about a day of two cores: benchmarks/results
     python benchmarks/run.py --full --list          what is there and what is missing; nothing is run
     python benchmarks/run.py --full CartPole-v1     of these envs only

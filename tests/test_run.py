@@ -1,6 +1,7 @@
 """benchmarks/run.py goes on with what is missing, and loses nothing to a run that fails; benchmarks/plots.py says what
 is in the curves. A stub in the place of a script writes the events of a run in no time."""
 
+import importlib
 import os
 import re
 import signal
@@ -165,6 +166,38 @@ def test_the_matrix_names_scripts_and_peers_that_are_there():
     for rows in (run.QUICK, run.FULL):
         paths = [job.path for job in run.jobs_of(rows, ROOT, 1)]
         assert len(paths) == len(set(paths)), "two runs would have one curve"
+
+
+def test_every_row_of_the_matrix_is_read_by_its_script_and_by_its_peer(monkeypatch):
+    import run
+
+    import arguments
+
+    for job in run.jobs_of([*run.QUICK, *run.FULL], ROOT, 1):
+        name = job.args.what
+        if job.args.script:
+            script = importlib.import_module(job.args.script.stem)
+            monkeypatch.setattr(sys, "argv", [name, "--env-id", job.args.env_id, *job.more])
+            args = arguments.command_line(name, script.Args, script.PRESETS, "")[0]
+        else:
+            args = learning.peer_settings(name, job.args.env_id, job.more)
+        assert (args.env_id, args.total_timesteps) == (job.args.env_id, job.total), job.name
+
+
+def test_a_peer_of_the_matrix_gives_a_curve_with_the_rows_settings(matrix):
+    driver = (matrix.folder / "driver.py").read_text()
+    row = "'CartPole-v1', (), 1024, '--no-compile --num-envs 2 --num-steps 128', sb3='sb3-ppo', sb3_seeds=(5,))]"
+    (matrix.folder / "driver.py").write_text(re.sub(r"'Toy-v0'.*\]", row, driver))
+    code, out, err = matrix.run()
+    assert code == 0 and "CartPole-v1 sb3-ppo 5: " in out, out + err
+    curve = learning.read_csv(matrix.out / "CartPole-v1.sb3-ppo.5.csv")
+    assert list(curve["decisions"]) == [256, 512, 768, 1024], "a point per iteration of two envs with 128 steps"
+
+
+def test_a_wrong_argument_is_told_by_its_name():
+    box = "Parsing\n╭─ Unrecognized options ──╮\n│ Unrecognized: --flop      │\n│ Perhaps you meant: --flip │\n╰───╯\n"
+    assert learning.last_line(box) == "Unrecognized: --flop"
+    assert learning.last_line("first\nlast\n\n") == "last" and learning.last_line("\n") == "it wrote nothing"
 
 
 # Curves, tables and pictures
