@@ -297,7 +297,8 @@ class Run:
         total = sum(self.seconds.values()) or 1e-9
         shares = " ".join(f"{name} {x / total:3.0%}" for name, x in self.seconds.items())
         left = max(0, self.total - self.global_step) / max(self.speed(), 1e-9)
-        left = f"{int(left // 3600):02d}:{int(left // 60 % 60):02d}:{int(left % 60):02d}" if left < 1e8 else "--:--:--"
+        known = total >= 1 and left < 1e8  # the first second's speed says nothing
+        left = f"{int(left // 3600):02d}:{int(left // 60 % 60):02d}:{int(left % 60):02d}" if known else "--:--:--"
         line = f"{self.global_step:>10,} steps {min(1, self.global_step / self.total):4.0%}  return {mean}"
         line += f"  {self.speed():6.0f} SPS  {shares}  {left} left"
         line += f"  success {np.mean(self.last_successes):.0%}" if self.last_successes else ""

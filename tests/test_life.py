@@ -330,6 +330,12 @@ def test_time_left_goes_beyond_a_day(tmp_path, capsys):
     assert "250:00:00 left" in capsys.readouterr().out
 
 
+def test_time_left_is_not_told_from_the_first_moment(tmp_path, capsys):
+    run = one_run(tmp_path, global_step=20, begun_at=0, seconds={"env": 0.9, "act": 0.0, "learn": 0.0})
+    run.show()
+    assert "--:--:-- left" in capsys.readouterr().out
+
+
 def test_progress_is_never_more_than_all_of_it(tmp_path, capsys):
     run = one_run(tmp_path, global_step=1_014_000, begun_at=0, seconds={"env": 1.0, "act": 0.0, "learn": 0.0})
     run.show()
