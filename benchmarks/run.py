@@ -87,7 +87,7 @@ FULL = [
     Row(SAC, "Hopper-v5", THREE, 100_000, "--compile", sb3="sb3-sac"),
     Row(SAC, "Reacher3Dof-v0", THREE, 100_000, "--compile", evaluate=200),
     Row(SAC, "GodotDiscs", ONE, 40_000, "--no-compile", evaluate=200),
-    Row(SAC, "Crawler", ONE, 145_000, "--compile"),
+    Row(SAC, "Crawler", ONE, 1_000_000, "--compile", evaluate=40),
     Row(BANDIT, "CartPole-v1", FIVE, 100_000, "--no-compile", evaluate=100),
     Row(BANDIT, "Acrobot-v1", FIVE, 150_000, "--compile", evaluate=100),
     Row(BANDIT, "LunarLander-v3", THREE, 800_000, "--compile", evaluate=100),
