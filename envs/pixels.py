@@ -29,7 +29,17 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from envs import NEEDS_GL, EngineError, cheap, choose_gl, engine
-from envs.vector import FILM_STEPS, LONGEST, SyncEnvs, check_finite, find, is_image, make_godot_envs, make_unity_envs
+from envs.vector import (
+    FILM_STEPS,
+    LONGEST,
+    SyncEnvs,
+    check_finite,
+    find,
+    follow,
+    is_image,
+    make_godot_envs,
+    make_unity_envs,
+)
 
 CAMERAS = {
     "Reacher": {"distance": 0.5, "elevation": -90, "azimuth": 90, "lookat": np.zeros(3)}
@@ -105,9 +115,8 @@ def make_pixel_env(
     try:
         env = gym.make(spec, disable_env_checker=True, **kwargs)
         if from_pixels:
-            env = FromPixels(
-                Repeat(env, action_repeat) if action_repeat > 1 else env, painter and painter.get_wrapper_attr("viewer")
-            )
+            env = follow(Repeat(env, action_repeat) if action_repeat > 1 else env, kwargs)
+            env = FromPixels(env, painter and painter.get_wrapper_attr("viewer"))
             return Named(env, grayscale)
     except (AttributeError, ImportError, OSError, RuntimeError, gym.error.Error) as error:
         raise ValueError(

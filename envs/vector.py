@@ -37,9 +37,8 @@ def make_envs(args, seed, film=None):
     if game := engine(args):
         return {"Unity": make_unity_envs, "Godot": make_godot_envs}[game](args, seed, film)
     if film:
-        return FilmedEnvs(
-            make_env(args.env_id, render_mode="rgb_array", **args.env_kwargs), film
-        ), "one gymnasium env, filmed"
+        env = follow(make_env(args.env_id, render_mode="rgb_array", **args.env_kwargs), args.env_kwargs)
+        return FilmedEnvs(env, film), "one gymnasium env, filmed"
     if args.num_envs > 1 and not args.env_kwargs and is_envpools(args.env_id):  # its options are not gymnasium's
         return EnvPoolEnvs(args.env_id, args.num_envs, seed), f"EnvPool, {args.num_envs} envs"
     how = f"{args.num_envs} gymnasium env(s), one after another"
@@ -119,6 +118,21 @@ def make_env(env_id, **kwargs):
     if isinstance(space, gym.spaces.Box) and len(space.shape) != 1:
         flat = gym.spaces.Box(space.low.ravel(), space.high.ravel(), dtype=space.dtype)
         env = gym.wrappers.TransformAction(env, lambda action: action.reshape(space.shape), flat)
+    return env
+
+
+def follow(env, given):
+    """gymnasium's own camera stays where the walkers began. Their models have one that goes with them: take it, unless
+    another was given, and let the floor, which ends for the eye alone, go on."""
+    base, own = env.unwrapped, {"camera_id", "camera_name", "default_camera_config"}
+    if hasattr(base, "mujoco_renderer") and not own & set(given):
+        from mujoco import mj_name2id, mjtGeom, mjtObj
+
+        base.mujoco_renderer.camera_id = camera = mj_name2id(base.model, mjtObj.mjOBJ_CAMERA, "track")
+        if camera != -1:  # it has one
+            planes = base.model.geom_type == mjtGeom.mjGEOM_PLANE
+            base.model.geom_size[planes, :2] *= 100
+            base.model.mat_texrepeat[base.model.geom_matid[planes]] *= 100
     return env
 
 

@@ -27,7 +27,7 @@ import checkpoints
 import policies
 import ppo_continuous_multiagent as ppo
 import runs
-from envs.vector import SyncEnvs, make_env, make_envs
+from envs.vector import SyncEnvs, follow, make_env, make_envs
 from unity_vec_env import UnityPlayerError, UnityVecEnv
 
 SMALL = dict(env_id="parity_env:Parity-v0", num_steps=64, num_minibatches=4, update_epochs=2, hidden_sizes=(8, 8))
@@ -443,6 +443,41 @@ def test_film_shows_something_that_moves(env_id, size, tmp_path, monkeypatch):
     frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "film.mp4")]
     assert len(frames) > 5 and frames[0].std() > 10
     assert max(abs(frame - frames[0]).max() for frame in frames) > 50
+
+
+@pytest.mark.parametrize("pixels", [False, True], ids=["film", "from pixels"])
+@pytest.mark.parametrize(
+    "env_id", ["HalfCheetah-v5", "Ant-v5", "Swimmer-v5", "Hopper-v5", "Walker2d-v5", "Humanoid-v5"]
+)
+def test_what_runs_stays_in_the_picture(env_id, pixels, tmp_path):
+    import mujoco
+
+    from envs.pixels import make_pixel_env
+
+    if pixels:
+        env = make_pixel_env(env_id, from_pixels=True, image_size=128)
+        look = lambda: env.observation(env.env.observation(None))["image"]
+    else:
+        film = make_envs(ppo.Args(env_id=env_id), 1, film=tmp_path / "film.mp4")[0]
+        env, look = film.envs[0], lambda: film.envs[0].render()
+    env.reset(seed=1)
+    count = lambda: int((np.ptp(look().astype(int), -1) > 40).sum())  # floors are grey, and what runs is not
+    before, base = count(), env.unwrapped
+    base.data.qpos[0] += 20
+    mujoco.mj_forward(base.model, base.data)
+    assert before > 50 and 0.5 < count() / before < 2, (before, count())
+    env.close()
+
+
+def test_a_camera_that_follows_changes_the_picture_alone():
+    envs = [make_env("HalfCheetah-v5", render_mode="rgb_array"), make_env("HalfCheetah-v5")]
+    assert follow(envs[0], {}).unwrapped.mujoco_renderer.camera_id == 0
+    assert follow(make_env("HalfCheetah-v5"), {"camera_name": "x"}).unwrapped.mujoco_renderer.camera_id == -1, "given"
+    for env in envs:
+        env.reset(seed=1)
+    for action in np.random.default_rng(1).uniform(-1, 1, (100, 6)).astype(np.float32):
+        first, second = (env.step(action) for env in envs)
+        assert np.array_equal(first[0], second[0]) and first[1] == second[1]
 
 
 def test_without_gl_the_packages_are_named(monkeypatch):

@@ -33,6 +33,7 @@ import runs
 from checkpoints import load
 from envs import cheap
 from envs.pixels import Named, PixelEnvs, WorkerDied
+from envs.vector import follow
 from unity_player import UnityPlayerError
 
 SMALL = dict(
@@ -448,7 +449,7 @@ def test_rendered_images_show_the_env(env_id, grayscale):
 def test_rendered_images_are_gymnasiums(env_id):
     """Each env's own state, whichever env's OpenGL draws it, without shadows, and but for the edges of bodies that have
     fewer sides."""
-    gymnasiums = gym.make(env_id, render_mode="rgb_array", width=64, height=64).unwrapped
+    gymnasiums = follow(gym.make(env_id, render_mode="rgb_array", width=64, height=64).unwrapped, {})
     with closing(PixelEnvs(env_id, 3, from_pixels=True)) as envs, closing(gymnasiums):
         envs.reset(seed=1)
         for _ in range(20):
@@ -545,8 +546,9 @@ def test_films_show_something_that_moves(env_id, tmp_path, monkeypatch):
     args = ppo.Args(env_id=env_id, from_pixels=env_id == "Reacher-v5", features=16, num_envs=1)
     with closing(ppo.make_envs(args, 1)[0]) as envs:
         spec = ppo.describe(args, envs)
+    torch.manual_seed(1)  # not any network moves
     network = ppo.Agent(spec, args)
-    torch.nn.init.normal_(network.actor.weight)  # an untrained one hardly moves
+    torch.nn.init.normal_(network.actor.weight)  # an untrained one hardly does
     policies.film(args, ppo.make_envs, ppo.play, network, spec, tmp_path / "film.mp4")
     frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "film.mp4")]
     assert len(frames) > 5 and min(frames[0].shape[:2]) >= 256 and frames[0].std() > 5
