@@ -102,7 +102,8 @@ REACHER = dict(num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3
 REACHER |= dict(hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7)
 # ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their
 # action, so that a std of a third is theirs of 1. 3DBall's buffer is half the official one: it learns in half the
-# decisions. Crawler's is filled by two players at once.
+# decisions. Crawler's is filled by two players at once. Gymnasium's own have SB3's settings but for HalfCheetah, which
+# learns twice as much with these.
 PRESETS = {
     "3DBall": dict(
         total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3,
@@ -117,6 +118,9 @@ PRESETS = {
     "Reacher3Dof-v0": dict(total_timesteps=400_000, **REACHER),
     "Reacher6Dof-v0": dict(total_timesteps=500_000, **REACHER),
     "ReacherPlane-v0": dict(total_timesteps=200_000, **REACHER),
+    "HalfCheetah-v5": dict(
+        num_envs=8, num_steps=256, norm_adv=False, hidden_sizes=(128, 128), activation="silu", logstd_init=-1.0,
+    ),
 }  # fmt: skip
 
 

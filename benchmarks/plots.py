@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from learning import RESULTS, last_tenth, read_csv
 
-TARGETS = {  # what others have published: CleanRL's ppo_continuous_action.py; ML-Agents' own figures
-    "HalfCheetah-v5": (1443, "CleanRL, published"),
-    "Hopper-v5": (2383, "CleanRL, published"),
-    "Walker2d-v5": (2288, "CleanRL, published"),
+TARGETS = {  # what others have published: PPO's best and CleanRL's SAC at a million; ML-Agents' own figures
+    "HalfCheetah-v5": (5819, "rl-zoo, tuned, published"),
+    "Hopper-v5": (2609, "Tianshou, published"),
+    "Walker2d-v5": (3589, "Tianshou, published"),
     "HalfCheetah-v5.sac": (9635, "CleanRL, published, at a million"),
     "3DBall": (100, "ML-Agents' benchmark"),
     "3DBall.sac": (100, "ML-Agents' benchmark"),

@@ -32,6 +32,7 @@ start = time.time()
 model.learn(steps)
 print(steps / (time.time() - start))
 """
+SB3_SETTINGS = ["--hidden-sizes", 64, 64, "--activation", "tanh", "--logstd-init", 0, "--norm-adv"]
 BARE = """
 import sys, time
 import numpy as np
@@ -84,7 +85,7 @@ def main():
     ppo = "ppo_continuous_multiagent.py"
     for n, wanted in ((1, 4), (8, 3.5)):
         cheetah = ["--env-id", "HalfCheetah-v5", "--num-envs", n, "--num-steps", 2048 // n]
-        cheetah += ["--total-timesteps", args.steps]
+        cheetah += [*SB3_SETTINGS, "--total-timesteps", args.steps]
         mine, theirs = lambda: ours(ppo, *cheetah)[0], lambda: float(python("-c", SB3, n, args.steps // 4))
         turns(f"{n} env(s), SB3", args.rounds, mine, theirs, wanted)
     turns(

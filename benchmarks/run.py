@@ -30,6 +30,9 @@ PPO, CHOICES, MEMORY = "ppo_continuous_multiagent.py", "ppo_discrete_multiagent.
 SAC, BANDIT, PIXELS = "sac_continuous.py", "lbc_discrete.py", "ppo_pixel.py"
 ONE, TWO, THREE, FIVE = (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4, 5)
 BLIND = "--num-envs 8 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
+SB3_SETTINGS = (
+    "--compile --num-envs 1 --num-steps 2048 --hidden-sizes 64 64 --activation tanh --logstd-init 0 --norm-adv"
+)
 HALL = "--player-args=--agents=64 --num-steps 64 --num-minibatches 8 --update-epochs 4 --learning-rate 1e-3 "
 HALL += "--ent-coef 0.02 --no-norm-reward --hidden-sizes 128 128 --activation silu"
 
@@ -62,9 +65,10 @@ QUICK = [
 ]
 FULL = [
     Row(PPO, "3DBall", THREE, 150_000, "--no-compile"),
-    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
-    Row(PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
-    Row(PPO, "Walker2d-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE),
+    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, SB3_SETTINGS, label="sb3-settings", sb3="sb3-ppo", sb3_seeds=THREE),
+    Row(PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE, evaluate=20),
+    Row(PPO, "Walker2d-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE, evaluate=20),
     Row(PPO, "Reacher2Dof-v0", FIVE, 300_000, "--compile", evaluate=200),
     Row(
         PPO, "Reacher2Dof-v0", THREE, 300_000, "--compile --num-envs 1 --num-steps 2048", evaluate=200, label="one-env"

@@ -184,6 +184,20 @@ def test_every_row_of_the_matrix_is_read_by_its_script_and_by_its_peer(monkeypat
         assert (args.env_id, args.total_timesteps) == (job.args.env_id, job.total), job.name
 
 
+def test_sb3s_settings_are_the_scripts_defaults():
+    """HalfCheetah's preset is another, so the matrix and the speed's comparison take it back."""
+    import ppo_speed
+    import run
+
+    import ppo_continuous_multiagent as ppo
+
+    more = [word for word in run.SB3_SETTINGS.split() if word != "--compile"]
+    speed = ["--num-envs", "1", "--num-steps", "2048", *map(str, ppo_speed.SB3_SETTINGS)]
+    assert ppo.PRESETS["HalfCheetah-v5"]
+    for words in (more, speed):
+        assert learning.peer_settings("sb3-ppo", "HalfCheetah-v5", words) == ppo.Args(env_id="HalfCheetah-v5")
+
+
 def test_a_peer_of_the_matrix_gives_a_curve_with_the_rows_settings(matrix):
     driver = (matrix.folder / "driver.py").read_text()
     row = "'CartPole-v1', (), 1024, '--no-compile --num-envs 2 --num-steps 128', sb3='sb3-ppo', sb3_seeds=(5,))]"
