@@ -123,16 +123,17 @@ def make_env(env_id, **kwargs):
 
 def follow(env, given):
     """gymnasium's own camera stays where the walkers began. Their models have one that goes with them: take it, unless
-    another was given, and let the floor, which ends for the eye alone, go on."""
+    the env has a camera or its arguments give one, and let the floor, which ends for the eye alone, go on."""
     base, own = env.unwrapped, {"camera_id", "camera_name", "default_camera_config"}
-    if hasattr(base, "mujoco_renderer") and not own & set(given):
+    if getattr(getattr(base, "mujoco_renderer", None), "camera_id", None) == -1 and not own & set(given):
         from mujoco import mj_name2id, mjtGeom, mjtObj
 
         base.mujoco_renderer.camera_id = camera = mj_name2id(base.model, mjtObj.mjOBJ_CAMERA, "track")
         if camera != -1:  # it has one
             planes = base.model.geom_type == mjtGeom.mjGEOM_PLANE
             base.model.geom_size[planes, :2] *= 100
-            base.model.mat_texrepeat[base.model.geom_matid[planes]] *= 100
+            drawn = base.model.geom_matid[planes]
+            base.model.mat_texrepeat[drawn[drawn >= 0]] *= 100
     return env
 
 

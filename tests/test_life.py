@@ -445,6 +445,7 @@ def test_film_shows_something_that_moves(env_id, size, tmp_path, monkeypatch):
     assert max(abs(frame - frames[0]).max() for frame in frames) > 50
 
 
+@needs_gl
 @pytest.mark.parametrize("pixels", [False, True], ids=["film", "from pixels"])
 @pytest.mark.parametrize(
     "env_id", ["HalfCheetah-v5", "Ant-v5", "Swimmer-v5", "Hopper-v5", "Walker2d-v5", "Humanoid-v5"]
@@ -460,19 +461,25 @@ def test_what_runs_stays_in_the_picture(env_id, pixels, tmp_path):
     else:
         film = make_envs(ppo.Args(env_id=env_id), 1, film=tmp_path / "film.mp4")[0]
         env, look = film.envs[0], lambda: film.envs[0].render()
+        film.reset(seed=1)
     env.reset(seed=1)
     count = lambda: int((np.ptp(look().astype(int), -1) > 40).sum())  # floors are grey, and what runs is not
     before, base = count(), env.unwrapped
     base.data.qpos[0] += 20
     mujoco.mj_forward(base.model, base.data)
     assert before > 50 and 0.5 < count() / before < 2, (before, count())
-    env.close()
+    (env if pixels else film).close()
 
 
 def test_a_camera_that_follows_changes_the_picture_alone():
     envs = [make_env("HalfCheetah-v5", render_mode="rgb_array"), make_env("HalfCheetah-v5")]
     assert follow(envs[0], {}).unwrapped.mujoco_renderer.camera_id == 0
-    assert follow(make_env("HalfCheetah-v5"), {"camera_name": "x"}).unwrapped.mujoco_renderer.camera_id == -1, "given"
+    given = {"default_camera_config": {"distance": 9.0}}
+    assert follow(make_env("HalfCheetah-v5", **given), given).unwrapped.mujoco_renderer.camera_id == -1
+    other = make_env("HalfCheetah-v5")
+    other.unwrapped.mujoco_renderer.camera_id, size = 7, other.unwrapped.model.geom_size.copy()  # as its author might
+    assert follow(other, {}).unwrapped.mujoco_renderer.camera_id == 7
+    assert np.array_equal(other.unwrapped.model.geom_size, size)
     for env in envs:
         env.reset(seed=1)
     for action in np.random.default_rng(1).uniform(-1, 1, (100, 6)).astype(np.float32):
