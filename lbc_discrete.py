@@ -1,195 +1,222 @@
-"""Two policies and a bandit that mixes them: generalized data distribution iteration, learnable behaviour control.
+"""Two policies mixed by bandits, for discrete actions: generalized data distribution iteration
+(GDI) and learnable behaviour control (LBC).
 
-    python lbc_discrete.py --env-id CartPole-v1                                 any gymnasium env; choices, or --bins
-    python lbc_discrete.py --env-id Basic                                       a bundled scene: no Unity needed
+    python lbc_discrete.py --env-id CartPole-v1                     any gymnasium env, also --bins
+    python lbc_discrete.py --env-id Basic                           a bundled scene, without Unity
     python lbc_discrete.py --env-id CartPole-v1 --architecture transformer --num-actors 2
-    python lbc_discrete.py --evaluate runs/NAME --capture-video                 also --resume and --export runs/NAME
-    python benchmarks/plot_bandit.py runs/NAME                                  what it learned, and what was chosen
+    python lbc_discrete.py --evaluate runs/NAME --capture-video     also --resume and --export
+    python benchmarks/plot_bandit.py runs/NAME                      plot losses, returns, indices
 
-Two networks, each with V(s) and A(s, a), learn off-policy from the same sequences, each with a discount and a shape of
-the rewards of its own. What acts is a mixture: mu = e softmax(k1 A1) + (1 - e) softmax(k2 A2). Its index (k1, k2, e) is
-drawn for each env and episode, by bandits that learn from the returns which ones pay.
+Two networks estimate V(s) and A(s, a), each with its own discount and its own shaping of the
+rewards. Each network has a softmax policy, softmax(k A), where k is 1 / temperature. The agent
+acts with the behaviour policy, a mixture of both:
 
-A row has its index and mu's probability of its action. What is learned is the mixture at that index with the networks
-of now; each network's gradient goes through its own softmax. V has V-trace's targets, Q = A - E[A] + V ReTrace's, and
-the policy V-trace's advantage: three losses for each network.
+    mu = epsilon softmax(k1 A1) + (1 - epsilon) softmax(k2 A2)
 
-From GDI (Fan & Xiao, ICML 2022), here called GDI, with these choices where it is silent or where it did not work as
-well; the numbers stand at the lines:
- 1. Rewards are shaped and then scaled: values should stay within about 10. It matters most.
- 2. Gradients of V inside Q and of the policy inside E[A] are stopped, and ReTrace's bootstrap is the expected one,
-    which is V by construction. GDI's appendix has the sampled one.
- 3. An action of several branches has a product of mixtures, each branch its own. GDI has one branch.
- 4. The bandits' c is 1, one tiling each, their tiles start at the first return. Greedy is the argmax of the mixture at
-    the index that the bandits think best.
- 5. An episode that is cut, by a time limit or a lost player, has one row more, its last observation, of which only the
-    value is asked: the bootstrap. So what follows a row is always the next row, and at an end rho and c are 0.
-    Gradients are clipped network by network: k up to 50 multiplies them.
- 6. Adam without decay, and small sequences and batches: GDI's numbers are for Atari with 160 envs.
+The triple (k1, k2, epsilon) is the index of the mixture. At the start of each episode, bandits
+draw an index for the env, and at the end they learn from the return how good the index was.
+Decisions are stored in sequences, each with its index and with mu's probability of the action,
+and the sequences go into a replay buffer. An update takes the new sequences and some old ones.
+The target policy pi is the mixture at the stored index, but computed with the current networks,
+and each network gets the gradient through its own softmax only. V learns the targets of V-trace,
+Q = A - E[A] + V learns the targets of Retrace, and the policy follows the policy gradient with
+the advantages of V-trace. So there are three losses per network.
+
+The papers are GDI (Fan & Xiao, ICML 2022) and LBC (Fan et al., ICLR 2023). Where GDI leaves
+something open, or where something else worked better here, this script decides as follows. The
+numbers are those of the comments at the lines:
+ 1. Rewards are shaped first and scaled afterwards. Values should stay within about 10. This
+    matters most.
+ 2. The gradients of V inside Q, and of the policy inside E[A], are stopped. Retrace bootstraps
+    with the expected Q of the next state, which is V by construction. GDI's appendix has the Q of
+    the sampled action.
+ 3. An action with several branches has a product of mixtures, one per branch. GDI has one branch.
+ 4. The bandits' exploration coefficient is 1, each bandit has one tiling, and the estimates of
+    all tiles start at the first return. The greedy policy is the argmax of the mixture at the
+    index that the bandits estimate to be best.
+ 5. An episode that is cut by a time limit or a lost player gets one extra row. It has the final
+    observation, and only its value is used, to bootstrap. So the state after a row is always that
+    of the next row, and no trace passes the extra row, because rho and c are 0 there. Gradients
+    are clipped network by network, because k multiplies them by up to 50.
+ 6. Adam without weight decay, and small sequences and batches: GDI's numbers are for Atari with
+    160 envs.
 """
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # a policy's matrix products are too small for several threads
 
+import contextlib
 import math
-from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 
-import actors
-import fast
-import ranks
-import runs
-from actors import Rollout, actor, play
 from envs.bins import make_envs
-from policies import mean_returns
+from onefile_rl import actor_processes, checkpoints, distributed, fast, runs
+from onefile_rl.evaluate import mean_returns
+from onefile_rl.normalizer import Normalizer
 
 
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
-    """part of the run's name"""
+    """the name of this experiment, part of the run's folder"""
     env_id: str = "CartPole-v1"
     """a bundled scene (Basic), a gymnasium id, or module:id"""
     num_envs: int = 8
-    """how many gymnasium envs to step at once (a Unity scene has as many as it has agents)"""
+    """the number of gymnasium envs; a Unity scene has as many as it has agents"""
     bandit: Literal["gdi", "window", "random", "fixed"] = "gdi"
-    """who draws the indices: GDI's vote of tile-coded bandits, one with a sliding window, chance, or nobody"""
+    """what draws the indices: GDI's bandits, a bandit with a sliding window, chance, or
+    --fixed-index"""
     fixed_index: tuple[float, float, float] = (10.0, 10.0, 0.5)
-    """k1, k2 and e of --bandit fixed"""
+    """the index of --bandit fixed: k1, k2 and epsilon"""
     max_k: float = 50.0
-    """the sharpest that a policy can be: k = 1 / temperature goes from 0 to this"""
+    """the largest k of an index; k is 1 / temperature and at least 0"""
     ucb_coef: float | None = None
-    """weight of the bandits' bonus for what was seldom tried; default: 1 for gdi, 0.3 for window"""
+    """the weight of the bandits' exploration bonus; default: 1 for gdi, 0.3 for window"""
     window: int = 400
-    """episodes that --bandit window remembers"""
+    """the number of episodes that --bandit window uses"""
     num_actors: int = 0
-    """processes that act, each with so many envs; 0: in this one"""
+    """the number of actor processes, each with num_envs envs; 0 acts in this process"""
     learning_rate: float = 1e-3
-    """of Adam"""
+    """the learning rate of the optimizer"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     sequence_length: int = 20
-    """decisions of a sequence; what follows its last one is the next sequence's first"""
+    """decisions per sequence"""
     replay_size: int = 400
-    """sequences in the replay"""
+    """sequences in the replay buffer"""
     batch_size: int = 32
-    """sequences per update: those that are new, as many as there are envs, and the rest from the replay"""
+    """sequences per update: new ones, as many as there are envs, and replayed ones"""
     num_updates: int = 2
-    """updates per iteration; 0 collects without learning"""
+    """updates per iteration; 0 collects data without learning"""
     gamma_1: float = 0.99
-    """discount per decision of network 1"""
+    """the discount factor per decision of network 1"""
     gamma_2: float = 0.99
-    """and of network 2"""
+    """the discount factor per decision of network 2"""
     shaping_1: Literal["none", "log", "root"] = "none"
-    """of network 1's rewards: log is GDI's 2 log(1 + r), and - log(1 - r) below 0; root is (1 + r)^(1/4) - 1"""
+    """the shaping of network 1's rewards: log is 2 log(1 + r), or -log(1 - r) below 0; root is
+    (1 + r)^(1/4) - 1"""
     shaping_2: Literal["none", "log", "root"] = "none"
-    """and of network 2's"""
+    """the shaping of network 2's rewards"""
     reward_scale: float = 0.1
-    """shaped rewards times this: values should stay within about 10"""
+    """the factor of shaped rewards: values should stay within about 10"""
     rho_bar: float = 1.05
-    """ratios are clipped here, where V's targets and the advantage are weighted"""
+    """the clipping threshold of V-trace's rho, the weights of the temporal differences"""
     c_bar: float = 1.05
-    """and here, where traces go on"""
+    """the clipping threshold of V-trace's and Retrace's c, the weights of the traces"""
     trace_lambda: float = 1.0
-    """how far traces look: 0 one step, 1 to the end"""
+    """the lambda of the traces: 0 is one step, 1 the whole sequence"""
     vf_coef: float = 1.0
-    """weight of the two V losses"""
+    """the weight of the two V losses"""
     qf_coef: float = 1.0
-    """weight of the two Q losses"""
+    """the weight of the two Q losses"""
     pg_coef: float = 1.0
-    """weight of the two policy losses"""
+    """the weight of the two policy losses"""
     max_grad_norm: float = 1.0
-    """each network's gradient is scaled down to this norm"""
+    """the maximum norm for gradient clipping, of each network"""
     norm_obs: bool = True
-    """normalise observations by their running mean and variance"""
+    """normalize observations by their running mean and variance"""
     min_obs_std: float = 0.01
-    """the smallest std to divide by: what hardly moves in training may move in Unity"""
+    """the smallest standard deviation that observations are divided by"""
     architecture: Literal["dense", "transformer"] = "dense"
-    """layers that see one observation, or a causal transformer over the episode's last ones"""
+    """dense layers for one observation, or a causal transformer for the last ones"""
     hidden_sizes: tuple[int, ...] = (64, 64)
-    """widths of the layers of each network; the transformer has so many blocks, and the first width"""
+    """the widths of the layers; a transformer has as many blocks, all with the first width"""
     activation: Literal["tanh", "silu"] = "tanh"
-    """between the layers; the transformer has GELU"""
+    """the activation function of dense layers"""
     context: int = 8
-    """observations that a block of the transformer looks at, its own included"""
+    """observations that a block of the transformer attends to, including the current one"""
     num_heads: int = 4
-    """of a block's attention"""
+    """the number of attention heads of a block"""
     bins: int = 11
-    """choices per dimension where actions are continuous"""
+    """the number of values per dimension that continuous actions are discretized to"""
     eval_interval: int = 20_000
-    """decisions between two greedy evaluations of network 1, network 2 and the mixture; 0: none"""
+    """decisions between greedy evaluations of both networks and of the mixture; 0 for none"""
 
 
-LARGER = dict(num_envs=16, replay_size=1_000, batch_size=64, num_updates=4, hidden_sizes=(128, 128))
-LANDING = dict(learning_rate=4e-4, gamma_1=0.997, gamma_2=0.995, eval_interval=100_000)
+# Settings for single environments. Options on the command line take precedence.
+LARGER = dict(
+    num_envs=16, replay_size=1_000, batch_size=64, num_updates=4, hidden_sizes=(128, 128),
+)  # fmt: skip
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": LARGER | dict(total_timesteps=150_000, reward_scale=0.2, batch_size=128, num_updates=8),
-    "LunarLander-v3": dict(total_timesteps=800_000, **LANDING, **LARGER),
-    "LaserHockey-v0": dict(total_timesteps=1_000_000, hidden_sizes=(128, 128), gamma_1=0.98, gamma_2=0.99),
-    "Basic": dict(total_timesteps=50_000, player_args=("--agents", "16"), gamma_1=0.9, gamma_2=0.9, reward_scale=1.0),
+    "Acrobot-v1": LARGER | dict(
+        total_timesteps=150_000, reward_scale=0.2, batch_size=128, num_updates=8,
+    ),
+    "LunarLander-v3": LARGER | dict(
+        total_timesteps=800_000, learning_rate=4e-4, gamma_1=0.997, gamma_2=0.995, eval_interval=100_000,
+    ),
+    "LaserHockey-v0": dict(
+        total_timesteps=1_000_000, hidden_sizes=(128, 128), gamma_1=0.98, gamma_2=0.99,
+    ),
+    "Basic": dict(
+        total_timesteps=50_000, player_args=("--agents", "16"), gamma_1=0.9, gamma_2=0.9, reward_scale=1.0,
+    ),
+}  # fmt: skip
+
+# Options that may differ when a run is resumed
+FREE = ("num_actors", "eval_interval")
+
+# The indices of the greedy evaluations. None is the index that the bandits estimate to be best
+GREEDY = {
+    "greedy/network_1": (1.0, 1.0, 1.0),
+    "greedy/network_2": (1.0, 1.0, 0.0),
+    "greedy/mixture": None,
 }
-VOTERS, BLOCKS, BEST = 7, 20, 3  # of GDI's: how many vote, in how many pieces a dimension is cut, proposals of each
-FREE = ("num_actors", "eval_interval")  # may be another when a run goes on
-AVERAGES = ("exp_avg_1", "exp_avg_sq_1", "exp_avg_2", "exp_avg_sq_2")  # Adam's
-GREEDY = {"greedy/network_1": (1.0, 1.0, 1.0), "greedy/network_2": (1.0, 1.0, 0.0), "greedy/mixture": None}
 
 
 def check(args):
-    above_0 = ("max_k", "window", "learning_rate", "sequence_length", "replay_size", "batch_size", "reward_scale")
-    above_0 += ("rho_bar", "c_bar", "max_grad_norm", "hidden_sizes", "context", "num_heads")
-    from_0 = ("fixed_index", "ucb_coef", "num_updates", "vf_coef", "qf_coef", "pg_coef", "min_obs_std", "eval_interval")
-    from_0 += ("num_actors",)
-    at_most = {"hidden_sizes": 2**16, "sequence_length": 10_000, "num_updates": 10_000, "bins": 1_000, "max_k": 1e6}
-    at_most |= {"context": 1_000, "num_heads": 1_000, "window": 10**6, "fixed_index": 1e6, "num_actors": 1_000}
-    runs.check(args, above_0, from_0, ("gamma_1", "gamma_2", "trace_lambda"), at_most)
-    actors.check(args)
+    """Refuse arguments that can't work, before any work starts."""
+    runs.check(
+        args,
+        above_0=(
+            "max_k", "window", "learning_rate", "sequence_length", "replay_size", "batch_size",
+            "reward_scale", "rho_bar", "c_bar", "max_grad_norm", "hidden_sizes", "context", "num_heads",
+        ),
+        from_0=(
+            "fixed_index", "ucb_coef", "num_actors", "num_updates", "vf_coef", "qf_coef", "pg_coef",
+            "min_obs_std", "eval_interval",
+        ),
+        from_0_to_1=("gamma_1", "gamma_2", "trace_lambda"),
+        at_most={
+            "fixed_index": 1e6, "max_k": 1e6, "window": 10**6, "num_actors": 1_000,
+            "sequence_length": 10_000, "num_updates": 10_000, "hidden_sizes": 2**16, "context": 1_000,
+            "num_heads": 1_000, "bins": 1_000,
+        },
+    )  # fmt: skip
+    actor_processes.check(args)
     if args.fixed_index[2] > 1:
-        raise ValueError(f"--fixed-index {args.fixed_index}: the last, e, must be between 0 and 1")
+        given = f"--fixed-index {args.fixed_index}"
+        raise ValueError(f"{given}: epsilon, the last number, must be between 0 and 1")
     if args.bins < 2:
-        raise ValueError(f"--bins {args.bins}: at least two, the lowest value and the highest")
+        raise ValueError(
+            f"--bins {args.bins}: must be at least 2, the lowest and the highest value"
+        )
     if args.replay_size < args.batch_size:
-        raise ValueError(f"--replay-size {args.replay_size}: must hold a batch of {args.batch_size} (--batch-size)")
-    if args.architecture == "transformer" and (not args.hidden_sizes or args.hidden_sizes[0] % args.num_heads):
-        raise ValueError(f"--num-heads {args.num_heads}: does not divide --hidden-sizes {args.hidden_sizes}")
+        given = f"--replay-size {args.replay_size}"
+        raise ValueError(f"{given}: must be at least --batch-size {args.batch_size}")
+    if args.architecture == "transformer":
+        sizes = args.hidden_sizes
+        if not sizes or sizes[0] % args.num_heads:
+            given = f"--num-heads {args.num_heads}"
+            raise ValueError(f"{given}: must divide the first of --hidden-sizes {sizes}")
 
 
 def describe(args, envs):
-    window = args.context if args.architecture == "transformer" else 0
-    return runs.describe(args, envs, discrete=True) | {"bins": getattr(envs, "bins", 0), "window": window}
-
-
-class Normalizer(nn.Module):
-    """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
-
-    def __init__(self, *shape, least=0.0):
-        super().__init__()
-        self.least = least
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("shift", torch.zeros(shape))  # the same in single precision, as they are put to use
-        self.register_buffer("scale", torch.ones(shape))
-
-    def forward(self, x):
-        return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
-
-    def update(self, batch):
-        mean, var, count = ranks.moments(batch)
-        delta, total = mean - self.mean, self.count + count
-        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
-        self.mean += delta * count / total
-        self.count += count
-        self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))
+    """Return the spec: the env in plain numbers. `window` is 0 unless there is a transformer."""
+    spec = runs.describe(args, envs, discrete=True)
+    spec["bins"] = getattr(envs, "bins", 0)
+    spec["window"] = args.context if args.architecture == "transformer" else 0
+    return spec
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -200,399 +227,849 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 def mlp(sizes, activation):
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
-        layers += [layer_init(nn.Linear(a, b)), {"tanh": nn.Tanh, "silu": nn.SiLU}[activation]()]
+    for size_in, size_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers.append(layer_init(nn.Linear(size_in, size_out)))
+        layers.append({"tanh": nn.Tanh, "silu": nn.SiLU}[activation]())
     return nn.Sequential(*layers)
 
 
 class Block(nn.Module):
-    """Attention to the last `context` observations, nearer ones told from farther ones by a learned bias."""
+    """A transformer block with causal attention to the last `context` observations of the episode.
+    Each head has a learned bias for each distance."""
 
-    def __init__(self, width, heads, context):
+    def __init__(self, width, num_heads, context):
         super().__init__()
-        self.heads, self.context = heads, context
-        self.norm, self.attend, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.near = nn.Parameter(torch.zeros(heads, context))
-        layers = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        self.think = nn.Sequential(*layers)
+        self.num_heads = num_heads
+        self.context = context
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.distance_bias = nn.Parameter(torch.zeros(num_heads, context))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
+        )
 
-    def forward(self, x, age):
-        n, length, width = x.shape
-        q, k, v = (y.view(n, length, self.heads, -1).transpose(1, 2) for y in self.attend(self.norm(x)).chunk(3, 2))
-        place = torch.arange(length, device=x.device)
-        back = place[:, None] - place  # how far a row looks back to reach another
-        seen = (back >= 0) & (back < self.context) & (back <= age[..., None])  # no farther than its episode's first
-        scores = q @ k.mT / math.sqrt(width / self.heads) + self.near[:, back.clamp(0, self.context - 1)]
-        y = scores.masked_fill(~seen[:, None], -math.inf).softmax(3) @ v
-        x = x + self.out(y.transpose(1, 2).reshape(n, length, width))
-        return x + self.think(x)
+    def forward(self, x, timestep):
+        num_sequences, length, width = x.shape
+        q, k, v = (
+            part.view(num_sequences, length, self.num_heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, 2)
+        )
+
+        # A row attends to itself and to earlier rows, within the context and within its episode
+        position = torch.arange(length, device=x.device)
+        distance = position[:, None] - position
+        visible = (distance >= 0) & (distance < self.context) & (distance <= timestep[..., None])
+        scores = q @ k.mT / math.sqrt(width / self.num_heads)
+        scores = scores + self.distance_bias[:, distance.clamp(0, self.context - 1)]
+        attention = scores.masked_fill(~visible[:, None], -math.inf).softmax(3)
+
+        attended = (attention @ v).transpose(1, 2).reshape(num_sequences, length, width)
+        x = x + self.out(attended)
+        return x + self.mlp(x)
 
 
 class Network(nn.Module):
-    """V and A. age: how many observations of its episode came before a row; only a transformer asks."""
+    """V(s) and A(s, a), by dense layers from one observation or by a transformer from several."""
 
     def __init__(self, spec, args):
         super().__init__()
-        sizes = (spec["obs_dim"], *args.hidden_sizes)
-        self.body, self.blocks = mlp(sizes, args.activation), nn.ModuleList()
-        if args.architecture == "transformer":
-            sizes = sizes[:2]
-            self.body = layer_init(nn.Linear(*sizes), 1.0)
-            self.blocks.extend(Block(sizes[1], args.num_heads, args.context) for _ in args.hidden_sizes)
-        self.value = layer_init(nn.Linear(sizes[-1], 1), 1.0)
-        self.advantage = layer_init(nn.Linear(sizes[-1], sum(spec["branches"])), 0.01)
+        self.blocks = nn.ModuleList()
+        if args.architecture == "dense":
+            sizes = (spec["obs_dim"], *args.hidden_sizes)
+            self.body = mlp(sizes, args.activation)
+            width = sizes[-1]
+        else:
+            width = args.hidden_sizes[0]
+            self.body = layer_init(nn.Linear(spec["obs_dim"], width), std=1.0)
+            for _ in args.hidden_sizes:
+                self.blocks.append(Block(width, args.num_heads, args.context))
 
-    def forward(self, x, age):
+        # How many earlier observations a row can see
+        self.memory = len(self.blocks) * (args.context - 1)
+        self.value = layer_init(nn.Linear(width, 1), std=1.0)
+        self.advantage = layer_init(nn.Linear(width, sum(spec["branches"])), std=0.01)
+
+    def forward(self, x, timestep):
+        """Return V and A. A transformer needs (sequence, row, obs) and the timestep of each row in
+        its episode. It returns V and A of all rows but the first `memory`, which only serve as
+        context."""
         x = self.body(x)
         for block in self.blocks:
-            x = block(x, age)
-        return x
-
-
-def row_of(spec):
-    """What is kept of a decision. age: decisions of its episode before it; alive: it is known what came of it; version:
-    of the weights that acted, their updates."""
-    row = [("obs", "f4", (spec["obs_dim"],)), ("mask", "?", (sum(spec["branches"]),)), ("index", "f4", (3,))]
-    row += [("age", "i8"), ("action", "i8", (len(spec["branches"]),)), ("prob", "f4"), ("reward", "f4")]
-    row += [("terminated", "f4"), ("alive", "f4"), ("version", "i8")]
-    return np.dtype(row, align=True)
+            x = block(x, timestep)
+        if self.memory:
+            x = x[:, self.memory :]
+        return self.value(x).squeeze(-1), self.advantage(x)
 
 
 class Agent(nn.Module):
-    """What acts, learns, is saved, evaluated and exported: the statistics of the observations and the index that the
-    bandits think best are part of it. spec: the env in plain numbers."""
+    """Both networks, the statistics of the observations and the best index: everything that is
+    needed to act. `spec` describes the env in plain numbers."""
 
     def __init__(self, spec, args):
         super().__init__()
-        self.obs_rms = Normalizer(spec["obs_dim"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
-        self.networks = nn.ModuleList(Network(spec, args) for _ in range(2))
-        self.memory = len(self.networks[0].blocks) * (args.context - 1)  # observations before its own that a row sees
+        self.obs_rms = nn.Identity()
+        if args.norm_obs:
+            self.obs_rms = Normalizer(spec["obs_dim"], min_std=args.min_obs_std)
+        self.networks = nn.ModuleList([Network(spec, args), Network(spec, args)])
+        self.memory = self.networks[0].memory
+
+        # Where each branch of the action is in A, and its lowest number in the env
         ends = np.cumsum(spec["branches"]).tolist()
-        self.branches = [slice(end - size, end) for end, size in zip(ends, spec["branches"], strict=True)]
-        self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)  # the env's first choices
-        self.register_buffer("index", torch.tensor([args.fixed_index]))
-        self.row = row_of(spec)
+        self.branches = [slice(end - n, end) for end, n in zip(ends, spec["branches"], strict=True)]
+        self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
+        self.register_buffer("best_index", torch.tensor([args.fixed_index]))
 
-    def sharpened(self, advantages, index, mask):
-        """softmax(k A) of both networks, branch by branch. mask: 0 where a choice is forbidden."""
+    def mixture(self, advantages, index, mask):
+        """Return the probabilities of the mixture policy, one tensor per branch of the action:
+
+            mu(a | s) = epsilon softmax(k1 A1(s, a)) + (1 - epsilon) softmax(k2 A2(s, a))
+
+        `advantages` are A1 and A2, and the last dimension of `index` is k1, k2, epsilon. Actions
+        whose `mask` is 0 have probability 0. Acting and learning both use this method, so a change
+        applies to both.
+        """
+        k1 = index[..., 0:1]
+        k2 = index[..., 1:2]
+        epsilon = index[..., 2:3]
         forbidden = (mask.float() - 1.0) * 1e8
-        logits = [a * index[..., i : i + 1] + forbidden for i, a in enumerate(advantages)]
-        return [[x[..., branch].softmax(-1) for branch in self.branches] for x in logits]
+        logits_1 = advantages[0] * k1 + forbidden
+        logits_2 = advantages[1] * k2 + forbidden
+        mixture = []
+        for branch in self.branches:
+            probs_1 = logits_1[..., branch].softmax(-1)
+            probs_2 = logits_2[..., branch].softmax(-1)
+            mixture.append(epsilon * probs_1 + (1 - epsilon) * probs_2)
+        return mixture
 
-    def act(self, obs, mask, index=None, age=None, deterministic=False):
-        """Actions as the update sees them, and as the env gets them, and mu's probability of them. obs: with memory
-        the last ones, and age theirs. index: the best if None."""
-        index = self.index if index is None else index
+    def act(self, obs, mask, index=None, timestep=None, deterministic=False):
+        """Return the actions to learn from, the same actions for the env, and mu's probabilities.
+
+        The default of `index` is the best index. With a transformer `obs` are the last memory + 1
+        observations of each agent, and `timestep` their timesteps.
+        """
+        if index is None:
+            index = self.best_index
         x = self.obs_rms(obs)
-        features = [network(x, age) for network in self.networks]
-        if self.memory:
-            features = [x[:, -1] for x in features]
-        advantages = [network.advantage(x) for network, x in zip(self.networks, features, strict=True)]
-        e = index[..., 2:]
-        policy = [e * p + (1 - e) * q for p, q in zip(*self.sharpened(advantages, index, mask), strict=True)]
-        chosen = [p.argmax(1, True) if deterministic else torch.multinomial(p, 1) for p in policy]
-        action, prob = torch.cat(chosen, 1), 1.0
-        for p, choice in zip(policy, chosen, strict=True):  # a product of mixtures (3)
-            prob = prob * p.gather(1, choice)
-        return action, action + self.start, prob
+        advantages = []
+        for network in self.networks:
+            _, advantage = network(x, timestep)
+            advantages.append(advantage[:, 0] if self.memory else advantage)
+        mixture = self.mixture(advantages, index, mask)
+        if deterministic:
+            actions = [probs.argmax(1, True) for probs in mixture]
+        else:
+            actions = [torch.multinomial(probs, 1) for probs in mixture]
 
-    def forward(self, obs, age):
-        """V and A of both networks, (network, sequence, row), of the rows after the first `memory`."""
+        # The probability of an action with several branches: a product of mixtures (3)
+        mu_prob = 1.0
+        for probs, action in zip(mixture, actions, strict=True):
+            mu_prob = mu_prob * probs.gather(1, action)
+        action = torch.cat(actions, 1)
+        return action, action + self.start, mu_prob[:, 0]
+
+    def forward(self, obs, timestep):
+        """Return V and A of both networks, stacked in the first dimension."""
         x = self.obs_rms(obs)
-        features = [network(x, age)[:, self.memory :] for network in self.networks]
-        values = [network.value(x).squeeze(2) for network, x in zip(self.networks, features, strict=True)]
-        advantages = [network.advantage(x) for network, x in zip(self.networks, features, strict=True)]
-        return torch.stack(values), torch.stack(advantages)
+        values_1, advantages_1 = self.networks[0](x, timestep)
+        values_2, advantages_2 = self.networks[1](x, timestep)
+        return torch.stack([values_1, values_2]), torch.stack([advantages_1, advantages_2])
 
 
-class Fixed(actors.Episodes):
-    """Always the same index; and what all bandits have: points x between 0 and 1 in the place of indices, k by its
-    logarithm."""
+class Bandit:
+    """Base class of the bandits. A bandit has three methods:
+
+        draw()                                      return the index of a new episode
+        update(index, episodic_return, global_step) learn from an episode that has ended
+        best()                                      return the index for greedy actions
+
+    Bandits divide the unit cube, not the space of indices: `to_point` maps an index into the cube,
+    with k on a logarithmic scale, and `to_index` maps a point back.
+
+    Checkpoints keep all attributes but `args`: numbers, strings, arrays, and lists, tuples and
+    dicts of them. With --num-actors each actor process draws with a copy of the bandit, and the
+    learner updates the original and sends its attributes to the copies. So attributes that `draw`
+    changes are lost there: change them in `update`.
+    """
 
     def __init__(self, args):
-        super().__init__()
         self.args = args
+        self.num_episodes = 0
+        # One row per episode: global_step, k1, k2, epsilon, return. It grows when it is full
+        self.history = np.zeros((256, 5))
 
-    def index(self, x):
-        return np.array([*np.expm1(x[:2] * math.log1p(self.args.max_k)), x[2]])
+    def to_index(self, point):
+        k1, k2 = np.expm1(point[:2] * math.log1p(self.args.max_k))
+        return np.array([k1, k2, point[2]])
 
-    def point(self, index):
-        return np.concatenate([np.log1p(index[..., :2]) / math.log1p(self.args.max_k), index[..., 2:]], -1)
+    def to_point(self, index):
+        ks = np.log1p(index[..., :2]) / math.log1p(self.args.max_k)
+        return np.concatenate([ks, index[..., 2:]], -1)
+
+    def update(self, index, episodic_return, global_step):
+        if self.num_episodes == len(self.history):
+            empty_rows = np.zeros((max(256, self.num_episodes), 5))
+            self.history = np.concatenate([self.history, empty_rows])
+        self.history[self.num_episodes] = global_step, *index, episodic_return
+        self.num_episodes += 1
+
+    def state(self, last=None):
+        """Return copies of the attributes. `last` limits the history to the last episodes."""
+        first = 0 if last is None else max(0, self.num_episodes - last)
+        state = checkpoints.attributes(self, but=("args", "history", "num_episodes"))
+        state["history"] = torch.tensor(self.history[first : self.num_episodes])
+        state["num_episodes"] = self.num_episodes - first
+        return state
+
+    def restore(self, state):
+        checkpoints.restore_attributes(self, state)
+
+
+class FixedBandit(Bandit):
+    """Always the same index."""
 
     def draw(self):
         return np.array(self.args.fixed_index)
 
     def best(self):
-        return self.draw()
+        return np.array(self.args.fixed_index)
 
 
-class Tiles(Fixed):
-    """GDI's: for each of x1, x2 and x3 some bandits with tiles of their own over the same blocks; one proposes."""
+class TileBandits(Bandit):
+    """GDI's bandits. Each of the three dimensions of a point is cut into blocks and has several
+    bandits, which differ in the tiles that group the blocks. To draw an index, each dimension takes
+    the proposal of one of its bandits."""
+
+    NUM_BANDITS = 7  # per dimension
+    NUM_BLOCKS = 20
+    NUM_PROPOSALS = 3  # a bandit proposes one of its best blocks
 
     def __init__(self, args):
         super().__init__(args)
-        shape = (3, VOTERS, 1)
-        width, offset = np.random.choice([2, 3, 4], shape), np.random.randint(0, 4, shape)
-        self.tile = (np.arange(BLOCKS) + offset) // width  # of each block
-        self.rate = np.random.choice([0.05, 0.1, 0.2], shape)
-        self.greedy = np.random.rand(*shape) < 0.5  # proposes its best blocks, or draws them by their scores
-        self.weights, self.tries = np.zeros((2, 3, VOTERS, BLOCKS))  # by tile
+        shape = (3, self.NUM_BANDITS, 1)
+        width = np.random.choice([2, 3, 4], shape)
+        offset = np.random.randint(0, 4, shape)
+        self.tile = (np.arange(self.NUM_BLOCKS) + offset) // width  # of each block
+        self.learning_rate = np.random.choice([0.05, 0.1, 0.2], shape)
+        self.greedy = np.random.rand(*shape) < 0.5  # the others sample blocks by their scores
+        self.tile_values = np.zeros((3, self.NUM_BANDITS, self.NUM_BLOCKS))  # estimated returns
+        self.tile_counts = np.zeros((3, self.NUM_BANDITS, self.NUM_BLOCKS))
 
-    def values(self):
-        return np.take_along_axis(self.weights, self.tile, 2)
+    def block_values(self):
+        return np.take_along_axis(self.tile_values, self.tile, 2)
 
     def draw(self):
-        axis, who = np.arange(3), np.random.randint(0, VOTERS, 3)  # all proposals have the same chance
-        tile = self.tile[axis, who]
-        values, tries = (np.take_along_axis(x[axis, who], tile, 1) for x in (self.weights, self.tries))
-        score = (values - values.mean(1, keepdims=True)) / (values.std(1, keepdims=True) + 1e-8)
-        coef = 1.0 if self.args.ucb_coef is None else self.args.ucb_coef
-        score += coef * np.sqrt(np.log(1 + self.tries[axis, who].sum(1, keepdims=True)) / (1 + tries))
-        noise = np.random.gumbel(size=score.shape)  # with it the largest are drawn without replacement
-        score += np.where(self.greedy[axis, who], 1e-6 * noise, noise)
-        block = np.argsort(score, 1)[axis, -1 - np.random.randint(0, BEST, 3)]
-        return self.index((block + np.random.rand(3)) / BLOCKS)
+        # One bandit per dimension
+        axis = np.arange(3)
+        bandit = np.random.randint(0, self.NUM_BANDITS, 3)
+        tile = self.tile[axis, bandit]
+        values = np.take_along_axis(self.tile_values[axis, bandit], tile, 1)
+        counts = np.take_along_axis(self.tile_counts[axis, bandit], tile, 1)
+
+        # Upper confidence bounds of standardized values
+        scores = (values - values.mean(1, keepdims=True)) / (values.std(1, keepdims=True) + 1e-8)
+        ucb_coef = 1.0 if self.args.ucb_coef is None else self.args.ucb_coef  # (4)
+        total = self.tile_counts[axis, bandit].sum(1, keepdims=True)
+        scores += ucb_coef * np.sqrt(np.log(1 + total) / (1 + counts))
+
+        # With Gumbel noise the highest scores are a sample without replacement. Greedy bandits use
+        # so little of it that it only breaks ties
+        noise = np.random.gumbel(size=scores.shape)
+        scores += np.where(self.greedy[axis, bandit], 1e-6 * noise, noise)
+        rank = np.random.randint(0, self.NUM_PROPOSALS, 3)
+        block = np.argsort(scores, 1)[axis, -1 - rank]
+        return self.to_index((block + np.random.rand(3)) / self.NUM_BLOCKS)
 
     def best(self):
-        return self.index((self.values().mean(1).argmax(1) + 0.5) / BLOCKS)  # (4)
+        block = self.block_values().mean(1).argmax(1)
+        return self.to_index((block + 0.5) / self.NUM_BLOCKS)  # (4)
 
-    def update(self, index, episodic_return, step):
-        if self.count == 0:
-            self.weights[:] = episodic_return  # (4)
-        block = (self.point(index) * BLOCKS).astype(int).clip(0, BLOCKS - 1)
+    def update(self, index, episodic_return, global_step):
+        if self.num_episodes == 0:
+            self.tile_values[:] = episodic_return  # (4)
+        block = (self.to_point(index) * self.NUM_BLOCKS).astype(int).clip(0, self.NUM_BLOCKS - 1)
         tile = np.take_along_axis(self.tile, block[:, None, None], 2)
-        now = np.take_along_axis(self.weights, tile, 2)
-        np.put_along_axis(self.weights, tile, now + self.rate * (episodic_return - now), 2)
-        np.put_along_axis(self.tries, tile, np.take_along_axis(self.tries, tile, 2) + 1, 2)
-        super().update(index, episodic_return, step)
+        value = np.take_along_axis(self.tile_values, tile, 2)
+        count = np.take_along_axis(self.tile_counts, tile, 2)
+        value = value + self.learning_rate * (episodic_return - value)
+        np.put_along_axis(self.tile_values, tile, value, 2)
+        np.put_along_axis(self.tile_counts, tile, count + 1, 2)
+        super().update(index, episodic_return, global_step)
 
 
-class Random(Tiles):
-    """Any index; which one is best it learns as GDI's do."""
+class RandomBandit(TileBandits):
+    """Uniformly random points. The best index is estimated as by GDI's bandits."""
 
     def draw(self):
-        return self.index(np.random.rand(3))
+        return self.to_index(np.random.rand(3))
 
 
-class Window(Fixed):
-    """Upper confidence bounds over a grid of indices, from the last episodes alone, their returns scaled to [0, 1]."""
+class WindowBandit(Bandit):
+    """Upper confidence bounds over a grid of points, from the last episodes only."""
 
-    def __init__(self, args, ks=(0.1, 0.4, 0.7, 1.0), es=(0.0, 0.5, 1.0)):
+    def __init__(self, args):
         super().__init__(args)
-        self.arms = np.array([(x1, x2, e) for x1 in ks for x2 in ks for e in es])
+        ks = (0.1, 0.4, 0.7, 1.0)
+        epsilons = (0.0, 0.5, 1.0)
+        self.arms = np.array([(k1, k2, epsilon) for k1 in ks for k2 in ks for epsilon in epsilons])
 
-    def means(self):
-        """How often each arm was drawn, and its mean return."""
-        told = self.told[max(0, self.count - self.args.window) : self.count]
-        arm = ((self.point(told[:, None, 1:4]) - self.arms) ** 2).sum(2).argmin(1)
-        tries, total = (np.bincount(arm, x, len(self.arms)) for x in (None, told[:, 4]))
-        return tries, total / np.maximum(tries, 1)
+    def statistics(self):
+        """Return the number of episodes and the mean return of each arm."""
+        history = self.history[max(0, self.num_episodes - self.args.window) : self.num_episodes]
+        distances = ((self.to_point(history[:, None, 1:4]) - self.arms) ** 2).sum(2)
+        arm = distances.argmin(1)
+        counts = np.bincount(arm, minlength=len(self.arms))
+        totals = np.bincount(arm, history[:, 4], len(self.arms))
+        return counts, totals / np.maximum(counts, 1)
 
     def draw(self):
-        tries, mean = self.means()
+        counts, means = self.statistics()
         if np.random.rand() < 0.05:
-            return self.index(self.arms[np.random.randint(len(self.arms))])
-        if not tries.all():
-            return self.index(self.arms[np.random.choice(np.flatnonzero(tries == 0))])
-        coef = 0.3 if self.args.ucb_coef is None else self.args.ucb_coef
-        scaled = (mean - mean.min()) / (np.ptp(mean) + 1e-8)
-        return self.index(self.arms[np.argmax(scaled + coef * np.sqrt(math.log(tries.sum()) / tries))])
+            return self.to_index(self.arms[np.random.randint(len(self.arms))])
+        if not counts.all():
+            return self.to_index(self.arms[np.random.choice(np.flatnonzero(counts == 0))])
+        ucb_coef = 0.3 if self.args.ucb_coef is None else self.args.ucb_coef
+        scores = (means - means.min()) / (np.ptp(means) + 1e-8)
+        scores += ucb_coef * np.sqrt(math.log(counts.sum()) / counts)
+        return self.to_index(self.arms[np.argmax(scores)])
 
     def best(self):
-        tries, mean = self.means()
-        return self.index(self.arms[np.argmax(np.where(tries > 0, mean, -math.inf))])
+        counts, means = self.statistics()
+        return self.to_index(self.arms[np.argmax(np.where(counts > 0, means, -math.inf))])
 
 
-BANDITS = {"gdi": Tiles, "window": Window, "random": Random, "fixed": Fixed}
+BANDITS = {"gdi": TileBandits, "window": WindowBandit, "random": RandomBandit, "fixed": FixedBandit}
 
 
-Batch = namedtuple("Batch", "obs age mask index action prob reward terminated alive")
+def row_dtype(spec):
+    """Return the dtype of a row, which is one decision."""
+    num_branches = len(spec["branches"])
+    fields = [
+        ("obs", "f4", (spec["obs_dim"],)),
+        ("mask", "?", (sum(spec["branches"]),)),
+        ("index", "f4", (3,)),  # of the episode
+        ("timestep", "i8"),  # the number of decisions of the episode before this one
+        ("action", "i8", (num_branches,)),
+        ("mu_prob", "f4"),  # the probability of the action under mu, when it was taken
+        ("reward", "f4"),
+        ("terminated", "f4"),
+        ("valid", "f4"),  # 1 for a decision whose reward has arrived
+        ("version", "i8"),  # the number of updates before, of the weights that chose the action
+    ]
+    return np.dtype(fields, align=True)
 
 
-def make_batch(rows, memory, device):
-    """Columns of sequences; all but what is seen are of the rows to learn from."""
-    columns = [rows[name] if name in ("obs", "age") else rows[name][:, memory:-1] for name in Batch._fields]
-    return Batch(*(torch.as_tensor(np.ascontiguousarray(x), device=device) for x in columns))
+class Rollout:
+    """The latest decisions of each slot, one row each, that become sequences.
+
+    This is the sequence of one slot, with memory 2 and sequence_length 4. The episode was truncated
+    after the decision at o7, and o8 is its final observation. The next episode starts at o0.
+
+        position      0      1      2      3      4      5      6
+        obs           o4     o5     o6     o7     o8     o0     o1
+        timestep      4      5      6      7      8      0      1
+        valid         1      1      1      1      0      1      0
+                      |---------|   |-----------------------|   |-|
+                      context of    rows to learn from. Of o8   the state after the last row,
+                      the first     only the value is used,     and the first row to learn from
+                      rows          to bootstrap (5)            in the next sequence
+
+    A slot is an agent's place in the vector env. `memory` is the number of earlier observations
+    that a transformer can see, else 0. A row is started when an agent requests a decision and
+    becomes valid when the reward arrives. When the last row of a sequence is started, the sequence
+    is complete. It goes to `sequences`, and the slot continues with the last memory + 1 rows as its
+    first ones.
+    """
+
+    ARRAYS = ("position", "timestep", "returns", "pending", "index")
+
+    def __init__(self, spec, memory, num_slots, length, bandit=None):
+        self.memory = memory
+        self.bandit = bandit
+        self.sequences = []  # complete ones
+        self.rows = np.zeros((num_slots, memory + length + 1), row_dtype(spec))
+        self.empty_row = np.zeros((), self.rows.dtype)
+        self.empty_row["mu_prob"] = 1
+        self.position = np.full(num_slots, memory)  # of the pending row, or of the next row
+        self.timestep = np.zeros(num_slots, int)
+        self.returns = np.zeros(num_slots)  # of the running episodes
+        self.pending = np.zeros(num_slots, bool)  # whether a decision is waiting for its reward
+        self.index = np.zeros((num_slots, 3))
+        if bandit:
+            self.start_episodes(range(num_slots))
+
+    def state(self):
+        state = {name: getattr(self, name).copy() for name in self.ARRAYS}
+        return state | {"rows": self.rows.view(np.uint8).copy()}
+
+    def restore(self, state):
+        for name in self.ARRAYS:
+            getattr(self, name)[:] = state[name].numpy()
+        self.rows.view(np.uint8)[:] = state["rows"].numpy()
+
+    def observe(self, next_obs, infos):
+        """Start a row for each slot that requests a decision. Return these slots and the inputs of
+        `Agent.act` for them."""
+        ready = np.flatnonzero(infos["ready"])
+        obs = next_obs[ready]
+        mask = infos["action_mask"][ready]
+        self.start_rows(ready, obs, mask)
+        self.pending[ready] = True
+        index = self.index[ready].astype(np.float32)
+        if not self.memory:
+            return ready, (obs, mask, index)
+        window = (ready[:, None], self.position[ready, None] + np.arange(-self.memory, 1))
+        return ready, (self.rows["obs"][window], mask, index, self.rows["timestep"][window])
+
+    def start_rows(self, slots, obs, mask=True):
+        """Start a row for each of these slots. It is not valid as long as it has no reward."""
+        at = (slots, self.position[slots])
+        self.rows[at] = self.empty_row
+        self.rows["obs"][at] = obs
+        self.rows["mask"][at] = mask
+        self.rows["index"][at] = self.index[slots]
+        self.rows["timestep"][at] = self.timestep[slots]
+
+        # Sequences that are complete
+        last = self.rows.shape[1] - 1
+        for slot in slots[self.position[slots] == last]:
+            self.sequences.append(self.rows[slot].copy())
+            self.rows[slot, : self.memory + 1] = self.rows[slot, last - self.memory :]
+            self.position[slot] = self.memory
+
+    def decide(self, slots, actions, mu_prob, version):
+        """Store the actions of slots that have requested one."""
+        at = (slots, self.position[slots])
+        self.rows["action"][at] = actions
+        self.rows["mu_prob"][at] = mu_prob
+        self.rows["version"][at] = version
+
+    def add(self, reward, terminated, truncated, infos, global_step):
+        """Store the rewards that have arrived, and let the bandit learn from the episodes that have
+        ended. The arrays have an entry for each slot of the env. Return a list [k1, k2, epsilon,
+        return, length] for each of these episodes."""
+        if "restarted" in infos:
+            self.cut(np.flatnonzero(infos["restarted"]))
+        closed = np.flatnonzero(infos["closed"])
+        at = (closed, self.position[closed])
+        self.rows["reward"][at] = reward[closed]
+        self.rows["terminated"][at] = terminated[closed]
+        self.rows["valid"][at] = 1
+        self.position[closed] += 1
+        self.timestep[closed] += 1
+        self.pending[closed] = False
+        self.returns += reward
+
+        # After a truncation an extra row has the final observation (5)
+        bootstraps = closed[(truncated & ~terminated)[closed]]
+        if len(bootstraps):
+            final_obs = np.stack([infos["final_obs"][slot] for slot in bootstraps])
+            self.start_rows(bootstraps, final_obs)
+            self.position[bootstraps] += 1
+
+        # The bandit learns from all episodes that have ended before it draws the next indices
+        ended = np.flatnonzero(terminated | truncated)
+        episodes = []
+        for slot in ended:
+            index = self.index[slot].copy()
+            episodic_return = self.returns[slot].item()
+            self.bandit.update(index, episodic_return, global_step)
+            episodes.append([*index.tolist(), episodic_return, self.timestep[slot].item()])
+        self.start_episodes(ended)
+        return episodes
+
+    def cut(self, slots):
+        """End the episodes of slots whose player was lost. Their pending rows never become valid,
+        and their values are used to bootstrap (5)."""
+        self.position[slots[self.pending[slots]]] += 1
+        self.pending[slots] = False
+        self.start_episodes(slots)
+
+    def start_episodes(self, slots):
+        for slot in slots:
+            self.timestep[slot] = 0
+            self.returns[slot] = 0
+            self.index[slot] = self.bandit.draw()
 
 
-def shape(reward, how):
-    """GDI's two."""
-    if how == "log":
+class ReplayBuffer:
+    """The last `size` sequences. `sequence` is an example of one."""
+
+    def __init__(self, size, sequence):
+        runs.check_memory("--replay-size", size, size * sequence.nbytes)
+        self.sequences = np.zeros((size, *sequence.shape), sequence.dtype)
+        self.num_added = 0
+        self.num_used = 0  # the sequences that were added after these are new
+
+    def add(self, sequence):
+        self.sequences[self.num_added % len(self.sequences)] = sequence
+        self.num_added += 1
+
+    def new_inds(self, num_new):
+        """Return the indices of the oldest `num_new` sequences that have not been used yet."""
+        return np.arange(self.num_used, self.num_used + num_new) % len(self.sequences)
+
+    def sample(self, num_new, batch_size):
+        """Return a batch: `num_new` new sequences, and others that are sampled uniformly."""
+        size = min(self.num_added, len(self.sequences))
+        sampled_inds = np.random.randint(0, size, batch_size - num_new)
+        return self.sequences[np.concatenate([self.new_inds(num_new), sampled_inds])]
+
+    def state(self):
+        sequences = self.sequences.view(np.uint8).copy()
+        return {"sequences": sequences, "num_added": self.num_added, "num_used": self.num_used}
+
+    def restore(self, state):
+        self.sequences.view(np.uint8)[:] = state["sequences"].numpy()
+        self.num_added = state["num_added"]
+        self.num_used = state["num_used"]
+
+
+class Batch(NamedTuple):
+    """Sequences in the first dimension, rows in the second. `obs` and `timestep` have all rows of a
+    sequence, the other columns only those to learn from."""
+
+    obs: torch.Tensor
+    timestep: torch.Tensor
+    mask: torch.Tensor
+    index: torch.Tensor
+    action: torch.Tensor
+    mu_prob: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor
+    valid: torch.Tensor
+
+
+def make_batch(sequences, memory, device):
+    """Return sequences as a batch of tensors."""
+    columns = []
+    for name in Batch._fields:
+        column = sequences[name] if name in ("obs", "timestep") else sequences[name][:, memory:-1]
+        columns.append(torch.as_tensor(np.ascontiguousarray(column), device=device))
+    return Batch(*columns)
+
+
+def shape_reward(reward, shaping):
+    """Return the rewards with one of GDI's two shapings."""
+    if shaping == "log":
         return torch.log1p(reward.abs()) * torch.where(reward >= 0, 2.0, -1.0)
-    if how == "root":
+    if shaping == "root":
         return reward.sign() * ((1 + reward.abs()) ** 0.25 - 1) + 0.001 * reward
     return reward
 
 
-def traced(deltas, x):
-    """acc_t = delta_t + x_t acc_{t+1} of all rows at once: each pass looks twice as far. Time is the last axis."""
-    far = 1
-    while far < deltas.shape[-1]:
-        deltas = deltas + x * nn.functional.pad(deltas[..., far:], (0, far))
-        x = x * nn.functional.pad(x[..., far:], (0, far))
-        far *= 2
+def discounted_sums(deltas, weights):
+    """Return x with x[t] = deltas[t] + weights[t] * x[t + 1], where time is the last dimension.
+
+    This takes log2(length) steps instead of a loop over time: each step doubles how far every x[t]
+    looks ahead.
+    """
+    ahead = 1
+    while ahead < deltas.shape[-1]:
+        deltas = deltas + weights * nn.functional.pad(deltas[..., ahead:], (0, ahead))
+        weights = weights * nn.functional.pad(weights[..., ahead:], (0, ahead))
+        ahead *= 2
     return deltas
 
 
 def vtrace(rewards, values, discounts, rho, c):
-    """V's targets and the policy's advantages. values have an entry more, of what follows. discounts: 0 where the
-    episode terminates; rho and c: 0 in dead rows, whose target is V itself."""
+    """Return the targets of V and the advantages of the policy gradient.
+
+    `values` has one entry more than the others, for the state after the last row. `discounts` are 0
+    where an episode terminates. `rho` and `c` are the clipped ratios, and 0 in rows that are not
+    valid: there the target is V itself.
+    """
     deltas = rho * (rewards + discounts * values[..., 1:] - values[..., :-1])
-    vs = values[..., :-1] + traced(deltas, discounts * c)
+    vs = values[..., :-1] + discounted_sums(deltas, discounts * c)
     next_vs = torch.cat([vs[..., 1:], values[..., -1:]], -1)
-    return vs, rho * (rewards + discounts * next_vs - values[..., :-1])
+    pg_advantages = rho * (rewards + discounts * next_vs - values[..., :-1])
+    return vs, pg_advantages
 
 
 def retrace(rewards, values, q, discounts, c):
-    """Q's targets: the next row's c, no rho, and V as the expected Q of what follows (2)."""
+    """Return the targets of Q. A trace is weighted by the c of the next row, and there is no rho.
+    `values` are the expected Q (2), with one entry more than the others."""
     deltas = rewards + discounts * values[..., 1:] - q
-    return q + traced(deltas, discounts * nn.functional.pad(c[..., 1:], (0, 1)))
+    next_c = nn.functional.pad(c[..., 1:], (0, 1))
+    return q + discounted_sums(deltas, discounts * next_c)
 
 
-def loss(agent, mb, args):
-    """The objective on sequences, and what is logged of it. Change it here: whatever is read from args stays live when
-    it is compiled. First axis: the network."""
-    values, advantages = agent(mb.obs, mb.age)
-    v, advantages, e = values[:, :, :-1], advantages[:, :, :-1], mb.index[..., 2:]
-    policies = agent.sharpened(advantages, mb.index, mb.mask)
-    prob, q = torch.ones_like(v), v.detach()
-    for k, (branch, p1, p2) in enumerate(zip(agent.branches, *policies, strict=True)):
-        choice = mb.action[..., k : k + 1].expand(2, -1, -1, -1)
-        pi = torch.stack([e * p1 + (1 - e) * p2.detach(), e * p1.detach() + (1 - e) * p2])  # each one's own gradient
-        a = advantages[..., branch]
-        prob = prob * pi.gather(3, choice).squeeze(3)
-        q = q + a.gather(3, choice).squeeze(3) - (pi.detach() * a).sum(3)  # (2)
+def lbc_loss(agent, mb, args):
+    """Return the sum of the losses of both networks, and the metrics to log.
+
+    The first dimension of values, advantages, ratios, targets and losses is the network. No network
+    gets a gradient from the losses of the other.
+    """
+    # V and A of the rows to learn from. `values` also has the state after the last row
+    values, advantages = agent(mb.obs, mb.timestep)
+    newvalue = values[:, :, :-1]
+    advantages = advantages[:, :, :-1]
+
+    # The target policy. Both have the same probabilities, each with the gradient of its network
+    pi_1 = agent.mixture([advantages[0], advantages[1].detach()], mb.index, mb.mask)
+    pi_2 = agent.mixture([advantages[0].detach(), advantages[1]], mb.index, mb.mask)
+
+    # The probability and Q = A - E[A] + V of the actions (2), over all branches (3)
+    pi_prob = torch.ones_like(newvalue)
+    newq = newvalue.detach()
+    for i, branch in enumerate(agent.branches):
+        pi = torch.stack([pi_1[i], pi_2[i]])
+        advantage = advantages[..., branch]
+        action = mb.action[..., i : i + 1].expand(2, -1, -1, -1)
+        expected_advantage = (pi.detach() * advantage).sum(3)
+        newq = newq + advantage.gather(3, action).squeeze(3) - expected_advantage
+        pi_prob = pi_prob * pi.gather(3, action).squeeze(3)
+
+    # Targets
     with torch.no_grad():
-        ratio = prob / mb.prob
-        rho = mb.alive * ratio.clamp(max=args.rho_bar)
-        c = mb.alive * args.trace_lambda * ratio.clamp(max=args.c_bar)
-        rewards = torch.stack([shape(mb.reward, args.shaping_1), shape(mb.reward, args.shaping_2)])
-        rewards = rewards * args.reward_scale  # (1)
-        discounts = torch.stack([args.gamma_1 * (1 - mb.terminated), args.gamma_2 * (1 - mb.terminated)])
-        vs, adv = vtrace(rewards, values, discounts, rho, c)
-        qs = retrace(rewards, values, q, discounts, c)
-    count = mb.alive.sum().clamp(min=1)
-    losses = {
-        "value_loss": ((vs - v) ** 2 * mb.alive).sum((1, 2)) / count,
-        "q_loss": ((qs - q) ** 2 * mb.alive).sum((1, 2)) / count,
-        "policy_loss": -(adv * prob.clamp(min=1e-30).log() * mb.alive).sum((1, 2)) / count,  # below it rho is 0
+        ratio = pi_prob / mb.mu_prob
+        rho = mb.valid * ratio.clamp(max=args.rho_bar)
+        c = mb.valid * args.trace_lambda * ratio.clamp(max=args.c_bar)
+        rewards_1 = shape_reward(mb.reward, args.shaping_1)
+        rewards_2 = shape_reward(mb.reward, args.shaping_2)
+        rewards = torch.stack([rewards_1, rewards_2]) * args.reward_scale  # (1)
+        discounts_1 = args.gamma_1 * (1 - mb.terminated)
+        discounts_2 = args.gamma_2 * (1 - mb.terminated)
+        discounts = torch.stack([discounts_1, discounts_2])
+        vs, pg_advantages = vtrace(rewards, values, discounts, rho, c)
+        qs = retrace(rewards, values, newq, discounts, c)
+
+    # Three losses per network: means over the valid rows. Below the clamp rho is 0 anyway
+    num_valid = mb.valid.sum().clamp(min=1)
+    v_loss = ((vs - newvalue) ** 2 * mb.valid).sum((1, 2)) / num_valid
+    q_loss = ((qs - newq) ** 2 * mb.valid).sum((1, 2)) / num_valid
+    pg_loss = -(pg_advantages * pi_prob.clamp(min=1e-30).log() * mb.valid).sum((1, 2)) / num_valid
+    loss = args.vf_coef * v_loss + args.qf_coef * q_loss + args.pg_coef * pg_loss
+
+    metrics = {
+        "losses/ratio": (ratio[0] * mb.valid).sum() / num_valid,
+        "losses/clipfrac": ((ratio[0] > args.rho_bar) * mb.valid).sum() / num_valid,
     }
-    both = args.vf_coef * losses["value_loss"] + args.qf_coef * losses["q_loss"] + args.pg_coef * losses["policy_loss"]
-    metrics = {f"losses/{name}": x.sum() for name, x in (*losses.items(), ("loss", both))}
-    metrics |= {f"losses/{name}_{i + 1}": x[i] for name, x in (*losses.items(), ("loss", both)) for i in range(2)}
-    metrics |= {f"losses/values_{i + 1}": (v[i] * mb.alive).sum() / count for i in range(2)}
-    metrics["losses/ratio"] = (ratio[0] * mb.alive).sum() / count
-    metrics["losses/clipfrac"] = ((ratio[0] > args.rho_bar) * mb.alive).sum() / count
-    return both.sum(), metrics
+    losses = {"value_loss": v_loss, "q_loss": q_loss, "policy_loss": pg_loss, "loss": loss}
+    for name, x in losses.items():
+        metrics |= {f"losses/{name}": x.sum(), f"losses/{name}_1": x[0], f"losses/{name}_2": x[1]}
+    for i in range(2):
+        metrics[f"losses/values_{i + 1}"] = (newvalue[i] * mb.valid).sum() / num_valid
+    return loss.sum(), metrics
 
 
-def adam(weights, grad, exp_avg, exp_avg_sq, rate, correction):
-    """Adam in place (6), on all weights at once. The last two: see adam_numbers()."""
-    exp_avg.lerp_(grad, 0.1)
-    exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
-    weights.sub_(rate * exp_avg / (exp_avg_sq.sqrt() * correction + 1e-5))
+def update(agent, optimizer, mb, args):
+    """Make one optimizer step on a batch of sequences."""
+    optimizer.zero_grad()
+    loss, metrics = lbc_loss(agent, mb, args)
+    loss.backward()
+    distributed.average_gradients(agent.networks.parameters(), mb.valid.sum())
+    for i, network in enumerate(agent.networks):  # (5)
+        params = network.parameters()
+        grad_norm = nn.utils.clip_grad_norm_(params, args.max_grad_norm, foreach=False)
+        metrics[f"losses/grad_norm_{i + 1}"] = grad_norm
+    optimizer.step()
+    return fast.detach(metrics)
 
 
-def adam_numbers(step, lr):
-    """Adam's learning rate and bias correction, worked out once and not at every weight, as a compiled kernel would."""
-    return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
+def play(agent, spec, num_slots, index=None):
+    """Return a function that acts greedily, as evaluate() needs it. The default of `index` is the
+    best index (4)."""
+    act = fast.Acting(agent, enabled=not agent.memory, deterministic=True)
+    rollout = Rollout(spec, agent.memory, num_slots, length=1)
+    rollout.index[:] = agent.best_index.cpu() if index is None else index
+
+    def act_greedily(obs, infos, slots, new_episode):
+        rollout.timestep[slots] = np.where(new_episode[slots], 0, rollout.timestep[slots] + 1)
+        _, inputs = rollout.observe(obs, infos)
+        _, env_actions, _ = act(*inputs)
+        rollout.position[slots] += 1
+        rollout.sequences.clear()
+        return env_actions
+
+    return act_greedily
 
 
-def update(args, objective, networks, averages, mb, *numbers):
-    """One step of both networks on a batch. objective: loss() as a function of their weights too."""
-    leaves = [weights.detach().requires_grad_() for weights in networks]
-    value, metrics = objective.of(leaves, mb, args)
-    grads = torch.autograd.grad(value, leaves)
-    metrics = {name: x.detach() for name, x in metrics.items()}
-    with torch.no_grad():
-        for i, (weights, grad) in enumerate(zip(networks, grads, strict=True)):
-            grad = ranks.mean(grad, rows=mb.alive.sum())
-            grad_norm = grad.norm()  # (5)
-            clipped = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-            adam(weights, clipped, averages[2 * i], averages[2 * i + 1], *numbers)
-            metrics[f"losses/grad_norm_{i + 1}"] = grad_norm
-    return metrics
+def run_actor(args, spec, seed, learner):
+    """Act in an actor process. Send sequences, and the episodes that have ended, to the learner."""
+    envs, _ = make_envs(args, seed)
+    with contextlib.closing(envs):
+        agent = Agent(spec, args)
+        bandit = BANDITS[args.bandit](args)
+        version = pull(learner, agent, bandit, version=0)
+        rollout = Rollout(spec, agent.memory, envs.num_envs, args.sequence_length, bandit)
+        act = fast.Acting(agent, enabled=args.fast and not agent.memory)
+        env_actions = np.zeros((envs.num_envs, len(spec["branches"])), int)
+        action_shape = (envs.num_envs, *envs.single_action_space.shape)
+        episodes = []
+        steps = 0
+        next_obs, infos = envs.reset(seed=seed)
+        ready, inputs = rollout.observe(next_obs, infos)
+
+        while True:
+            # Act for the agents that request a decision, and step the envs
+            actions, env_actions[ready], mu_prob = act(*inputs)
+            rollout.decide(ready, actions, mu_prob, version)
+            next_obs, reward, terminated, truncated, infos = envs.step(
+                env_actions.reshape(action_shape)
+            )
+            episodes += rollout.add(reward, terminated, truncated, infos, global_step=0)
+            ready, inputs = rollout.observe(next_obs, infos)
+
+            # Send the sequences that are complete, with the episodes that have ended since the last
+            for sequence in rollout.sequences:
+                learner.send(sequence, episodes)
+                episodes = []
+            rollout.sequences.clear()
+
+            # Get the current networks, statistics and bandit
+            steps += 1
+            if steps % args.sequence_length == 0:
+                version = pull(learner, agent, bandit, version)
+
+
+def state_for_actors(version, agent, bandit, args):
+    """Return the state that actor processes pull. `version` is the number of updates so far."""
+    bandit_state = bandit.state(last=args.window)
+    return {"version": version, "agent": agent.state_dict(), "bandit": bandit_state}
+
+
+def pull(learner, agent, bandit, version):
+    """Load the learner's state, if there is a new one, and return the version of the agent."""
+    state = learner.pull()
+    if state is None:
+        return version
+    agent.load_state_dict(state["agent"])
+    bandit.restore(state["bandit"])
+    return state["version"]
 
 
 def train(args, resumed=None):
-    """resumed: path and content of a checkpoint to go on from."""
+    """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
-    make = partial(actors.make_envs, make_envs, __file__) if args.num_actors else make_envs
-    with runs.Run(args, __file__, make, resumed) as run:
-        envs, n = run.envs, run.envs.num_envs
-        spec, decisions = describe(args, envs), n * args.sequence_length
-        if args.batch_size < n:
-            raise ValueError(f"--batch-size {args.batch_size}: must hold a new sequence of each of {n} envs")
-        if args.total_timesteps < decisions * ranks.SIZE:
-            size = f"{n} envs x --sequence-length {args.sequence_length} = {decisions} decisions"
-            raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one sequence of each, {size}")
+    make_envs_or_actors = make_envs
+    if args.num_actors:
+        make_envs_or_actors = partial(actor_processes.replace_envs, make_envs, __file__)
+    with runs.Run(args, __file__, make_envs_or_actors, resumed) as run:
+        envs = run.envs
+        num_envs = envs.num_envs
+        spec = describe(args, envs)
+        decisions = num_envs * args.sequence_length  # of an iteration
+        if args.batch_size < num_envs:
+            given = f"--batch-size {args.batch_size}"
+            raise ValueError(f"{given}: must hold a new sequence of each of {num_envs} envs")
+        if args.total_timesteps < decisions * distributed.SIZE:
+            given = f"--total-timesteps {args.total_timesteps}"
+            size = f"{num_envs} envs x --sequence-length {args.sequence_length} = {decisions}"
+            raise ValueError(f"{given}: less than one sequence per env, {size} decisions")
 
         agent = Agent(spec, args).to(args.device)
+        optimizer = fast.Adam(agent.networks.parameters(), lr=args.learning_rate, eps=1e-5)  # (6)
         bandit = BANDITS[args.bandit](args)
-        rollout = Rollout(agent, n, args.sequence_length, bandit)
-        runs.check_memory("--replay-size", args.replay_size, args.replay_size * rollout.rows[0].nbytes)
-        replay = np.zeros((args.replay_size, *rollout.rows[0].shape), rollout.rows.dtype)
-        networks = [fast.Vector(agent, only=[f"networks.{i}"]) for i in range(2)]
-        averages = [torch.zeros_like(networks[i // 2].data) for i in range(4)]
-        counts = {"updates": 0, "added": 0, "used": 0}  # the latter two: sequences in the replay, those learned from
-        objective, acting = fast.Functional(loss, agent, *networks), fast.Acting(agent)
-        step = run.compiled(update, args.total_timesteps // (decisions * ranks.SIZE) * args.num_updates)
-        torch.set_num_threads(fast.threads(args.batch_size * args.sequence_length * max(args.hidden_sizes, default=1)))
-        kept = {"optimizer": dict(zip(AVERAGES, averages, strict=True)), "counts": counts}
-        kept |= {"bandit": bandit, "replay": replay.view(np.uint8)}
-        words = f"sequences of {args.sequence_length}, batches of {n} and {args.batch_size - n} replayed"
-        next_obs, infos = run.start(words, args.total_timesteps, spec, agent, kept, play, running={"rollout": rollout})
-        rollout.version = counts["updates"]
-        if args.num_actors:
-            envs.launch(run.folder, spec, rollout.rows[0], counts["updates"], agent, bandit)
-        else:
-            rollout.start(next_obs, infos)
+        rollout = Rollout(spec, agent.memory, num_envs, args.sequence_length, bandit)
+        rb = ReplayBuffer(args.replay_size, rollout.rows[0])
+        env_actions = np.zeros((num_envs, len(spec["branches"])), int)
+        action_shape = (num_envs, *envs.single_action_space.shape)
+        counts = {"updates": 0}  # a dict, because a checkpoint can't restore a number in place
 
-        for _ in run.iterations():
-            lr = args.learning_rate * (1 - run.global_step / args.total_timesteps if args.anneal_lr else 1)
-            act = None if args.num_actors else actor(acting, rollout.seen)
-            while counts["added"] < counts["used"] + n:
+        # Acceleration: numpy instead of agent.act (not for a transformer), and a compiled update.
+        # --no-fast runs both in plain PyTorch
+        act = fast.Acting(agent, enabled=args.fast and not agent.memory)
+        num_iterations = args.total_timesteps // (decisions * distributed.SIZE)
+        compiled_update = run.compile(update, num_iterations * args.num_updates)
+        batch_rows = args.batch_size * args.sequence_length
+        torch.set_num_threads(fast.threads(batch_rows * max(args.hidden_sizes, default=1)))
+
+        # Start the run, or resume it. A checkpoint has the agent and `keep`, and `episodes` if the
+        # env can be resumed
+        next_obs, infos = run.start(
+            agent,
+            spec,
+            args.total_timesteps,
+            keep={"optimizer": optimizer, "counts": counts, "bandit": bandit, "replay": rb},
+            episodes={"rollout": rollout},
+            play=play,
+            description=f"sequences of {args.sequence_length}, "
+            f"batches of {num_envs} new and {args.batch_size - num_envs} replayed sequences",
+        )
+        if args.num_actors:
+            state = state_for_actors(counts["updates"], agent, bandit, args)
+            envs.launch(run.folder, spec, rollout.rows[0], state)
+        else:
+            ready, inputs = rollout.observe(next_obs, infos)
+
+        for iteration in run.iterations():
+            # Annealing
+            if args.anneal_lr:
+                remaining = 1 - run.global_step / args.total_timesteps
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+
+            # Collect as many sequences as there are envs
+            version = counts["updates"]
+            while rb.num_added < rb.num_used + num_envs:
                 if args.num_actors:
-                    rollout.sequences = envs.receive(run, bandit, agent.memory)
+                    # Receive sequences, and let the bandit learn from the episodes that have ended
+                    for sequence, episodes in envs.receive():
+                        rb.add(sequence)
+                        num_valid = int(sequence["valid"][agent.memory : -1].sum())
+                        run.record_episodes(num_valid, [(r, length) for *_, r, length in episodes])
+                        for *index, episodic_return, _ in episodes:
+                            bandit.update(np.array(index), episodic_return, run.global_step)
                 else:
-                    env_actions = rollout.act(act).reshape(n, *envs.single_action_space.shape)
+                    # Act for the agents that request a decision
+                    actions, env_actions[ready], mu_prob = act(*inputs)
+                    rollout.decide(ready, actions, mu_prob, version)
                     run.spent("act")
-                    next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+
+                    next_obs, reward, terminated, truncated, infos = envs.step(
+                        env_actions.reshape(action_shape)
+                    )
                     run.record(reward, terminated, truncated, infos)
-                    rollout.receive(next_obs, reward, terminated, truncated, infos, run.global_step)
-                for sequence in rollout.sequences:
-                    replay[counts["added"] % len(replay)] = sequence
-                    counts["added"] += 1
-                rollout.sequences.clear()
+
+                    # Store the rewards that have arrived, and the sequences that are complete
+                    rollout.add(reward, terminated, truncated, infos, run.global_step)
+                    ready, inputs = rollout.observe(next_obs, infos)
+                    for sequence in rollout.sequences:
+                        rb.add(sequence)
+                    rollout.sequences.clear()
             run.spent("act")
 
-            metrics, new = [], np.arange(counts["used"], counts["used"] + n) % len(replay)
+            # Optimize both networks
+            metrics = []
             for _ in range(args.num_updates):
-                old = np.random.randint(0, min(counts["added"], len(replay)), args.batch_size - n)
-                mb = make_batch(replay[np.concatenate([new, old])], agent.memory, args.device)
+                mb = make_batch(rb.sample(num_envs, args.batch_size), agent.memory, args.device)
+                metrics.append(compiled_update(agent, optimizer, mb, args))
                 counts["updates"] += 1
-                numbers = adam_numbers(counts["updates"], lr)
-                metrics.append(step(args, objective, [x.data for x in networks], averages, mb, *numbers))
-            rows = replay[new][:, agent.memory : -1]
-            rows = rows[rows["alive"] > 0]
-            scalars = fast.means(metrics) | {"charts/learning_rate": lr}
-            if len(rows):
-                scalars["charts/lag"] = (rollout.version - rows["version"]).mean()  # updates that were not known yet
-            if args.norm_obs and ranks.total(len(rows)):
-                agent.obs_rms.update(torch.as_tensor(rows["obs"], device=args.device))
-            counts["used"], rollout.version = counts["used"] + n, counts["updates"]
-            agent.index.copy_(torch.as_tensor(bandit.best())[None])
+
+            # Update the statistics of the observations and the best index
+            new_rows = rb.sequences[rb.new_inds(num_envs)][:, agent.memory : -1]
+            new_rows = new_rows[new_rows["valid"] > 0]
+            if args.norm_obs and distributed.total(len(new_rows)):
+                agent.obs_rms.update(torch.as_tensor(new_rows["obs"], device=args.device))
+            rb.num_used += num_envs
+            agent.best_index.copy_(torch.as_tensor(bandit.best())[None])
             if args.num_actors:
-                envs.push(counts["updates"], agent, bandit)
+                envs.push(state_for_actors(counts["updates"], agent, bandit, args))
             run.spent("learn")
-            scalars |= {f"bandit/{name}": x for name, x in zip(("k1", "k2", "e"), agent.index[0].tolist(), strict=True)}
+
+            # Log
+            k1, k2, epsilon = agent.best_index[0].tolist()
+            scalars = fast.means(metrics) | {
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "bandit/k1": k1,
+                "bandit/k2": k2,
+                "bandit/epsilon": epsilon,
+            }
+            if len(new_rows):
+                # How many updates the weights that acted were behind
+                scalars["charts/lag"] = (version - new_rows["version"]).mean()
             if args.eval_interval and run.leads and run.passed(args.eval_interval):
                 scalars |= mean_returns(make_envs, args, partial(play, agent, spec), GREEDY)
             run.log(scalars)
 
 
 def main():
-    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, play, FREE)
+    runs.main(
+        __file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, play, FREE
+    )
 
 
 if __name__ == "__main__":

@@ -1,36 +1,42 @@
-"""Proximal policy optimization for continuous actions, one policy for all agents: Unity, Godot and gymnasium.
+"""PPO for continuous actions: one policy for all agents of a Unity, Godot or gymnasium environment.
 
-    python ppo_continuous_multiagent.py --env-id Crawler                        a bundled scene: no Unity needed
-    python ppo_continuous_multiagent.py --unity-path ./Builds/MyScene           your Unity build
-    python ppo_continuous_multiagent.py --godot-path ./my_game                  your Godot game
-    python ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --num-envs 8    any gymnasium env, continuous actions
-    python ppo_continuous_multiagent.py --evaluate runs/NAME --capture-video    also --resume and --export runs/NAME
+    python ppo_continuous_multiagent.py --env-id Crawler                 a bundled Unity scene
+    python ppo_continuous_multiagent.py --unity-path ./Builds/MyScene    your Unity build
+    python ppo_continuous_multiagent.py --godot-path ./my_game           your Godot game
+    python ppo_continuous_multiagent.py --env-id HalfCheetah-v5          any gymnasium env
+    python ppo_continuous_multiagent.py --resume runs/NAME               also --evaluate, --export
 
-One row per decision. Agents that decide at their own pace fill no (num_steps, num_envs) rectangle, so rows are kept as
-they come and then ordered agent by agent: an agent's rows stand together, in time. A rollout ends when batch_size rows
-are closed. An agent's open row is its bootstrap, and the first row of its next rollout. With gymnasium envs this is the
-usual rectangle, and SB3's numbers.
+Agents in a game request decisions at their own pace, so a rollout is not a (num_steps, num_envs)
+rectangle. It is a list of rows, one per decision whose reward has arrived, and it is sorted by
+agent before the advantages are computed. An iteration uses num_steps * num_agents rows. With
+gymnasium environments these are the rows of the usual rectangle.
 
-What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at the lines:
- 1. SB3's VecNormalize and gymnasium's wrappers update their statistics at every step. Here they are part of the agent
-    and change between iterations only: what acts is what learns, the first ratio is 1, and a saved agent carries them.
- 2. SB3's loss has vf_coef * mse, CleanRL's and ours vf_coef * 0.5 * mse: our --vf-coef 1.0 is SB3's 0.5.
- 3. SB3's value clipping takes the clipped error alone, CleanRL's and ours the larger one; SB3 and we have it off by
-    default.
- 4. SB3 anneals from the progress after the rollout (the last update has a rate of 0), CleanRL and we from the progress
-    before it.
- 5. CleanRL treats a time limit as a death. SB3 and we bootstrap with the value of the final observation.
- 6. CleanRL shuffles time by time and in place; SB3 and we draw a fresh permutation of the rows agent by agent.
- 7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
- 8. Adam and the gradient's norm work on one flat vector, log-probs are computed after the rollout in one batch, and GAE
-    in double precision: sums in another order, so parity with SB3 holds to rounding and not to the bit.
- 9. SB3 divides an observation by its std however small (from 1e-4 on), here it is by --min-obs-std at least: what only
-    trembles in training, and moves elsewhere, would fill the policy's input.
+Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
+ 1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
+    Here they are part of the agent, are saved with it, and change between iterations only. The
+    first iteration runs without normalization.
+ 2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
+    --vf-coef 1.0 is SB3's 0.5.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
+    errors. It is off by default.
+ 4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
+    and this script anneal by the progress before the rollout.
+ 5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of
+    the final observation.
+ 6. CleanRL shuffles indices in time order, in place. SB3 and this script permute rows sorted by
+    agent, again in each epoch.
+ 7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
+    against 1.5 * target_kl.
+ 8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
+    So parity with SB3 holds up to rounding.
+ 9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
+    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
+    dominate the policy's input elsewhere.
 """
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a policy is too small for several threads
 
 import math
 from dataclasses import dataclass
@@ -41,77 +47,79 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-import fast
-import ranks
-import runs
-from envs.vector import make_envs
+from envs.make import make_envs
+from onefile_rl import distributed, fast, runs
+from onefile_rl.normalizer import Normalizer
 
 
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
-    """part of the run's name"""
+    """the name of this experiment, part of the run's folder"""
     env_id: str = "Crawler"
     """a bundled scene (3DBall, Crawler, GodotDiscs), a gymnasium id, or module:id"""
     learning_rate: float = 3e-4
-    """of Adam"""
+    """the learning rate of the optimizer"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     num_steps: int = 2048
-    """decisions per agent and iteration; times the agents it is the batch size"""
+    """decisions per agent in each iteration; the batch size is num_steps * number of agents"""
     num_minibatches: int = 32
-    """minibatches per epoch"""
+    """the number of minibatches per epoch"""
     update_epochs: int = 10
-    """how often each row is used; 0 collects without learning"""
+    """the number of epochs per iteration; 0 collects data without learning"""
     gamma: float = 0.99
-    """discount per decision"""
+    """the discount factor per decision"""
     gae_lambda: float = 0.95
-    """how far the advantage estimate looks: 0 one step, 1 to the end"""
+    """the lambda of generalized advantage estimation"""
     clip_coef: float = 0.2
-    """the surrogate is clipped at ratios of 1 - and 1 + this"""
+    """the clipping coefficient of the surrogate objective"""
     norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    """normalize the advantages of each minibatch"""
     clip_vloss: bool = False
-    """clip the value's change by clip_coef too"""
+    """clip the value loss too, by clip_coef"""
     ent_coef: float = 0.0
-    """weight of the entropy bonus"""
+    """the weight of the entropy bonus"""
     anneal_ent: bool = False
-    """let it fall linearly to 0 too, as ML-Agents does"""
+    """anneal ent_coef linearly to 0, as ML-Agents does"""
     vf_coef: float = 0.5
-    """weight of the value loss"""
+    """the weight of the value loss"""
     max_grad_norm: float = 0.5
-    """the gradient is scaled down to this norm"""
+    """the maximum norm for gradient clipping"""
     target_kl: float | None = None
-    """stop an iteration's updates when the policy has moved 1.5 times this far"""
+    """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
     norm_obs: bool = True
-    """normalise observations by their running mean and variance"""
+    """normalize observations by their running mean and variance"""
     min_obs_std: float = 0.01
-    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
+    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running std of the discounted return"""
+    """scale rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
-    """widths of the layers of policy and value network"""
+    """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
-    """between the layers; silu is what ML-Agents' networks have, there called swish"""
+    """the activation function; silu is ML-Agents' swish"""
     logstd_init: float = 0.0
-    """log std of the actions at the start"""
+    """the initial log standard deviation of the actions"""
 
 
-# The reachers': short horizon, little noise, and an activation that is good at products, which kinematics is made of.
-REACHER = dict(num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3, gamma=0.95)
-REACHER |= dict(hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7)
-# ML-Agents' official settings for its scenes; whatever the command line says wins. Its policies send a third of their
-# action, so that a std of a third is theirs of 1. 3DBall's buffer is half the official one: it learns in half the
-# decisions. Crawler's is filled by two players at once. Gymnasium's own have SB3's settings but for HalfCheetah, which
-# learns twice as much with these.
+# Settings per environment. Options on the command line take precedence.
+# 3DBall and Crawler: ML-Agents' official settings, with half the official batch for 3DBall, and two
+# game processes for Crawler. ML-Agents divides the actions of its policies by 3, hence Crawler's
+# small initial std.
+# Reachers: short horizon, little noise. HalfCheetah: learns more than with the defaults.
+REACHER = dict(
+    num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3, gamma=0.95,
+    hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7,
+)  # fmt: skip
 PRESETS = {
     "3DBall": dict(
-        total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3, gae_lambda=0.99, ent_coef=1e-3,
-        hidden_sizes=(128, 128),
+        total_timesteps=500_000, num_steps=512, num_minibatches=96, update_epochs=3,
+        gae_lambda=0.99, ent_coef=1e-3, hidden_sizes=(128, 128),
     ),
     "Crawler": dict(
-        total_timesteps=10_000_000, num_players=2, num_steps=1024, num_minibatches=10, update_epochs=3, gamma=0.995,
-        ent_coef=5e-3, hidden_sizes=(512, 512, 512), activation="silu", logstd_init=-1.1,
+        total_timesteps=10_000_000, num_players=2, num_steps=1024, num_minibatches=10,
+        update_epochs=3, gamma=0.995, ent_coef=5e-3, hidden_sizes=(512, 512, 512),
+        activation="silu", logstd_init=-1.1,
     ),
     "GodotDiscs": dict(total_timesteps=40_960, num_steps=128, learning_rate=1e-3, gamma=0.98),
     "Reacher2Dof-v0": dict(total_timesteps=300_000, **REACHER),
@@ -119,40 +127,28 @@ PRESETS = {
     "Reacher6Dof-v0": dict(total_timesteps=500_000, **REACHER),
     "ReacherPlane-v0": dict(total_timesteps=200_000, **REACHER),
     "HalfCheetah-v5": dict(
-        num_envs=8, num_steps=256, norm_adv=False, hidden_sizes=(128, 128), activation="silu", logstd_init=-1.0,
+        num_envs=8, num_steps=256, norm_adv=False, hidden_sizes=(128, 128), activation="silu",
+        logstd_init=-1.0,
     ),
 }  # fmt: skip
 
 
 def check(args):
-    above_0 = ("num_steps", "num_minibatches", "learning_rate", "max_grad_norm", "target_kl", "hidden_sizes")
-    from_0, from_0_to_1 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "min_obs_std"), ("gamma", "gae_lambda")
-    runs.check(args, above_0, from_0, from_0_to_1, at_most={"update_epochs": 10_000, "hidden_sizes": 2**16})
-
-
-class Normalizer(nn.Module):
-    """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
-
-    def __init__(self, *shape, least=0.0):
-        super().__init__()
-        self.least = least
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("shift", torch.zeros(shape))  # the same in single precision, as they are put to use
-        self.register_buffer("scale", torch.ones(shape))
-
-    def forward(self, x):
-        return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
-
-    def update(self, batch):
-        mean, var, count = ranks.moments(batch)
-        delta, total = mean - self.mean, self.count + count
-        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
-        self.mean += delta * count / total
-        self.count += count
-        self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))  # SB3 differs (9)
+    """Refuse arguments that can't work, before any work starts."""
+    runs.check(
+        args,
+        above_0=(
+            "num_steps",
+            "num_minibatches",
+            "learning_rate",
+            "max_grad_norm",
+            "target_kl",
+            "hidden_sizes",
+        ),
+        from_0=("clip_coef", "ent_coef", "vf_coef", "update_epochs", "min_obs_std"),
+        from_0_to_1=("gamma", "gae_lambda"),
+        at_most={"update_epochs": 10_000, "hidden_sizes": 2**16},
+    )
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -161,116 +157,172 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
     return layer
 
 
-def mlp(sizes, activation, out, std):
+def mlp(sizes, activation, num_outputs, output_std):
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
-        layers += [layer_init(nn.Linear(a, b)), {"tanh": nn.Tanh, "silu": nn.SiLU}[activation]()]
-    return nn.Sequential(*layers, layer_init(nn.Linear(sizes[-1], out), std))
+    for size_in, size_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers.append(layer_init(nn.Linear(size_in, size_out)))
+        layers.append({"tanh": nn.Tanh, "silu": nn.SiLU}[activation]())
+    layers.append(layer_init(nn.Linear(sizes[-1], num_outputs), output_std))
+    return nn.Sequential(*layers)
 
 
 class Agent(nn.Module):
-    """What acts, learns, is saved, evaluated and exported: the statistics of the observations are part of it. spec: the
-    env in plain numbers."""
+    """Actor, critic and the statistics of the observations.
+
+    `spec` describes the env: obs_dim, action_dim, and the bounds of the actions.
+    """
 
     def __init__(self, spec, args):
         super().__init__()
         sizes = (spec["obs_dim"], *args.hidden_sizes)
-        self.obs_rms = Normalizer(spec["obs_dim"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
+        self.obs_rms = nn.Identity()
+        if args.norm_obs:
+            self.obs_rms = Normalizer(spec["obs_dim"], min_std=args.min_obs_std)  # SB3 differs (9)
         self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
-        self.actor_mean = mlp(sizes, args.activation, spec["action_dim"], std=0.01)
-        self.critic = mlp(sizes, args.activation, 1, std=1.0)
+        self.actor_mean = mlp(sizes, args.activation, spec["action_dim"], output_std=0.01)
+        self.critic = mlp(sizes, args.activation, 1, output_std=1.0)
         self.bounds = runs.Bounds(spec)
-
-    def act(self, obs, deterministic=False):
-        """Actions as the update sees them, and as the env gets them."""
-        mean = self.actor_mean(self.obs_rms(obs))
-        action = mean if deterministic else mean + self.actor_logstd.exp() * torch.randn_like(mean)
-        return action, action.clamp(self.bounds.low, self.bounds.high)
 
     def get_value(self, obs):
         return self.critic(self.obs_rms(obs)).flatten()
 
-    def forward(self, obs, action):
-        """Log-probs of the actions, the entropy (the same for all observations), values."""
+    def get_action_and_value(self, obs, action=None, deterministic=False):
+        """Return actions, their log-probs, the entropy of the policy and the values of the
+        observations.
+
+        Actions are sampled unless they are given. Learning uses this method directly; acting,
+        evaluation and export use it through `act`.
+        """
         x = self.obs_rms(obs)
-        z = (action - self.actor_mean(x)) * torch.exp(-self.actor_logstd)
+        action_mean = self.actor_mean(x)
+        action_std = self.actor_logstd.exp()
+        if action is None and deterministic:
+            action = action_mean
+        elif action is None:
+            action = action_mean + action_std * torch.randn_like(action_mean)
+
+        # Log-density and entropy of a normal distribution, summed over the dimensions of the action
+        z = (action - action_mean) / action_std
         logprob = (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
         entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
-        return logprob, entropy, self.critic(x).flatten()
+        return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()
+
+    def act(self, obs, deterministic=False):
+        """Return the actions to learn from, and the same actions within the bounds of the env."""
+        action, _, _, _ = self.get_action_and_value(obs, deterministic=deterministic)
+        return action, action.clamp(self.bounds.low, self.bounds.high)
 
 
 class Rollout:
-    """Decisions in the order in which they were asked for, a row each. A row is open until it is known what came of
-    it."""
+    """Completed decisions of all agents, one row each, in the order in which their rewards arrived.
 
-    COLUMNS = ("obs", "actions", "slot", "ended", "rewards", "returns")
+        row  slots  obs  actions  rewards  next_obs  terminated  truncated
+        0    0      o0   a0       1.0      o2        False       False
+        1    2      o1   a1       0.5      o3        False       True
+        2    0      o2   a2       0.7      o4        False       False
+        ...
+        pending_obs[0] = o4, pending_actions[0] = a4
 
-    def __init__(self, capacity, n, obs_dim, action_dim):
-        self.obs, self.actions = np.zeros((capacity, obs_dim), np.float32), np.zeros((capacity, action_dim), np.float32)
-        self.slot, self.ended = np.zeros(capacity, int), np.zeros(capacity, bool)  # whose row; its episode ended here
-        self.rewards, self.returns = np.zeros((2, capacity))  # the latter are discounted, of the episode so far
-        self.closed, self.num_closed = np.zeros(capacity, int), 0  # rows in the order in which they were closed
-        self.row, self.count, self.finals = np.full(n, -1), 0, {}  # each slot's open row; final observations by row
-        self.discounted = np.zeros(n)  # each slot's last return
+    Row 2 is the next decision of slot 0 after row 0. Row 1 ended by a time limit: o3 is the final
+    observation. The decision (o4, a4) of slot 0 is still pending, so it is not a row yet.
 
-    def open(self, who, obs):
-        """These slots ask for actions."""
-        first, self.count = self.count, self.count + len(who)
-        if self.count > len(self.slot):  # players that were lost left rows behind
-            for name in (*self.COLUMNS, "closed"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros_like(getattr(self, name))]))
-        self.obs[first : self.count], self.slot[first : self.count] = obs, who
-        self.row[who] = np.arange(first, self.count)
+    A slot is an agent's place in the vector env. A decision becomes a row when its reward arrives,
+    so every row is complete. Rows beyond the batch size wait for the next batch.
+    """
 
-    def act(self, actions):
-        """Of those who asked last."""
-        self.actions[self.count - len(actions) : self.count] = actions
+    COLUMNS = (
+        "slots",
+        "obs",
+        "actions",
+        "rewards",
+        "next_obs",
+        "terminated",
+        "truncated",
+        "discounted_returns",
+    )
 
-    def close(self, who, rewards, terminated, truncated, infos, gamma):
-        """What came of these slots' open rows. The arrays have an entry for each slot."""
-        rows, before = self.row[who], self.num_closed
-        self.num_closed += len(who)
-        self.row[who], self.closed[before : self.num_closed] = -1, rows
-        self.rewards[rows], self.ended[rows] = rewards[who], (terminated | truncated)[who]
-        self.discounted[who] = self.returns[rows] = gamma * self.discounted[who] + rewards[who]
+    def __init__(self, capacity, num_slots, obs_dim, action_dim):
+        self.size = 0
+        self.slots = np.zeros(capacity, int)
+        self.obs = np.zeros((capacity, obs_dim), np.float32)
+        self.actions = np.zeros((capacity, action_dim), np.float32)
+        self.rewards = np.zeros(capacity)
+        self.next_obs = np.zeros((capacity, obs_dim), np.float32)
+        self.terminated = np.zeros(capacity, bool)
+        self.truncated = np.zeros(capacity, bool)
+        self.discounted_returns = np.zeros(capacity)  # of the episode so far, to normalize rewards
+        self.pending_obs = np.zeros((num_slots, obs_dim), np.float32)
+        self.pending_actions = np.zeros((num_slots, action_dim), np.float32)
+        self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
+        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
+
+    def decide(self, slots, obs, actions):
+        """Remember the decisions of these slots until their rewards arrive."""
+        slots = self.as_index(slots)
+        self.pending_obs[slots] = obs
+        self.pending_actions[slots] = actions
+
+    def as_index(self, slots):
+        """Return all slots as a slice, which numpy copies faster than by their numbers."""
+        return slots if len(slots) < len(self.last_row) else slice(None)
+
+    def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
+        """Store the pending decisions of `slots`, whose rewards have arrived.
+
+        reward, terminated, truncated and next_obs are the arrays that envs.step() returned.
+        """
+        rows = slice(self.size, self.size + len(slots))
+        index = self.as_index(slots)
+        self.slots[rows] = slots
+        self.obs[rows] = self.pending_obs[index]
+        self.actions[rows] = self.pending_actions[index]
+        self.rewards[rows] = reward[index]
+        self.next_obs[rows] = next_obs[index]
+        self.terminated[rows] = terminated[index]
+        self.truncated[rows] = truncated[index]
+        self.running_returns[index] = gamma * self.running_returns[index] + reward[index]
+        self.discounted_returns[rows] = self.running_returns[index]
+        self.last_row[index] = np.arange(rows.start, rows.stop)
+        self.size += len(slots)
+
+        # The env resets itself: after an end next_obs is of the next episode, and infos has the
+        # final observation
         if "final_obs" in infos:
-            self.discounted[terminated | truncated] = 0
-            for row, slot in zip(rows, who, strict=True):
-                if truncated[slot] and not terminated[slot]:  # CleanRL differs (5)
-                    self.finals[row] = infos["final_obs"][slot]
+            done = terminated | truncated
+            for row, slot in enumerate(slots, rows.start):
+                if done[slot]:
+                    self.next_obs[row] = infos["final_obs"][slot]
+            self.running_returns[done] = 0
 
-    def drop(self, who):
-        """These slots' open rows will never be closed: the rows before them end there, as at a time limit."""
-        for slot in who[self.row[who] >= 0]:
-            *_, before = -1, *np.flatnonzero(self.slot[: self.row[slot]] == slot)
-            if before >= 0 and not self.ended[before]:
-                self.ended[before], self.finals[before] = True, self.obs[self.row[slot]]
-            self.slot[self.row[slot]] = -1
-        self.row[who], self.discounted[who] = -1, 0
+    def cut(self, slots):
+        """End the episodes of slots whose game crashed, as a time limit does.
 
-    def forget(self, used):
-        """Rows that were learned from. Open ones stay, and the few that agents of mixed periods have closed beyond the
-        batch."""
-        stays = self.slot[: self.count] >= 0
-        stays[used] = False
-        rows, new = np.flatnonzero(stays), np.cumsum(stays) - 1
-        for column in (getattr(self, name) for name in self.COLUMNS):
-            column[: len(rows)] = column[rows]
-        left = self.closed[len(used) : self.num_closed]
-        self.closed[: len(left)] = new[left]
-        self.row[self.row >= 0] = new[self.row[self.row >= 0]]
-        self.finals = {new[row]: obs for row, obs in self.finals.items() if stays[row]}
-        self.count, self.num_closed = len(rows), len(left)
+        Their pending decisions are never stored.
+        """
+        rows = self.last_row[slots]
+        rows = rows[rows >= 0]
+        self.truncated[rows] |= ~self.terminated[rows]
+        self.running_returns[slots] = 0
+
+    def remove(self, num_rows):
+        """Remove the first rows, which have been learned from."""
+        for name in self.COLUMNS:
+            column = getattr(self, name)
+            column[: self.size - num_rows] = column[num_rows : self.size]
+        self.size -= num_rows
+        self.last_row = np.maximum(self.last_row - num_rows, -1)
 
 
-def gae(rewards, values, next_values, goes_on, gamma, gae_lambda):
-    """Advantages of rows that stand agent by agent. next_values: of what follows the row, 0 at an end; goes_on: the
-    next row follows in the episode."""
-    advantages, lastgaelam = [0.0] * len(rewards), 0.0
-    for i in range(len(rewards) - 1, -1, -1):
-        delta = rewards[i] + gamma * next_values[i] - values[i]
-        lastgaelam = delta + gamma * gae_lambda * lastgaelam if goes_on[i] else delta
-        advantages[i] = lastgaelam
+def gae(rewards, values, next_values, continues, gamma, gae_lambda):
+    """Return the advantages of rows sorted by agent. `next_values` are the values of the next
+    observations, 0 after a termination. `continues` says whether the next row is the next decision
+    of the same episode."""
+    advantages = [0.0] * len(rewards)
+    lastgaelam = 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_values[t] - values[t]
+        lastgaelam = delta + gamma * gae_lambda * lastgaelam if continues[t] else delta
+        advantages[t] = lastgaelam
     return advantages
 
 
@@ -281,161 +333,256 @@ class Batch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
+    # PPO does not need these columns. They are here for custom losses
+    next_obs: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
 
 
 @torch.no_grad()
-def make_batch(agent, rollout, used, reward_scale, args):
-    """The rows `used`, agent by agent, each agent's in time. Its last row is open, and its value the bootstrap."""
-    order = np.argsort(rollout.slot[: rollout.count], kind="stable")
-    order = order[rollout.slot[order] >= 0]
-    place, closed = np.zeros(rollout.count, int), np.zeros(rollout.count, bool)
-    place[order], closed[rollout.closed[: rollout.num_closed]] = np.arange(len(order)), True
-    closed, ended, rewards = closed[order], rollout.ended[order], rollout.rewards[order]
+def make_batch(agent, rollout, batch_size, reward_scale, args):
+    """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
+    # The sort by slot is stable, so the rows of each agent stay in the order of time
+    order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    obs = torch.as_tensor(rollout.obs[order], device=args.device)
+    actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
 
-    # Values and log-probs in one batch, with the weights and statistics that chose the actions: SB3 differs (1, 8).
-    obs, actions = (torch.as_tensor(x[order], device=args.device) for x in (rollout.obs, rollout.actions))
-    agent.eval()
-    logprobs, _, values = agent(obs, actions)
-    value = values.double().cpu().numpy()
-    next_values = np.where(closed & ~ended, np.roll(value, -1), 0.0)
-    if rollout.finals:
-        final_obs = np.stack(list(rollout.finals.values())).astype(np.float32)
-        next_values[place[list(rollout.finals)]] = agent.get_value(torch.as_tensor(final_obs, device=args.device)).cpu()
+    # Log-probs and values with the weights of this iteration: SB3 differs (8). A few rows may have
+    # been decided before the last update, if they were pending or left over; they get the log-probs
+    # of the current policy too
+    agent.eval()  # as when acting: no dropout
+    _, logprobs, _, values = agent.get_action_and_value(obs, actions)
+    advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
     agent.train()
 
-    rewards = np.clip(rewards * reward_scale, -10, 10) if args.norm_reward else rewards
-    goes_on = closed & ~ended & np.roll(closed, -1)
-    columns = (x.tolist() for x in (rewards, value, next_values, goes_on))
+    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer: it
+    # repeats some
+    used = np.resize(np.flatnonzero(order < batch_size), batch_size)
+    return Batch(
+        obs[used],
+        actions[used],
+        logprobs[used],
+        advantages[used],
+        advantages[used] + values[used],
+        values[used],
+        next_obs[used],
+        torch.as_tensor(rollout.terminated[order][used], device=args.device),
+        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+    )
+
+
+def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args):
+    """Return the advantages of all rows. `values` and `next_obs` are sorted already, by `order`."""
+    rewards = rollout.rewards[order]
+    slots = rollout.slots[order]
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    is_last = np.append(slots[1:] != slots[:-1], True)
+    continues = ~(is_last | terminated | truncated)
+
+    # The next value is that of the next row, of next_obs where no row follows, or 0 after a
+    # termination
+    values = values.double().cpu().numpy()
+    next_values = np.append(values[1:], 0.0)
+    bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
+    next_values[bootstraps] = agent.get_value(next_obs[bootstraps]).cpu()
+    next_values[terminated] = 0.0
+
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Lists, because Python reads single numbers from them faster than from arrays
+    columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
-    rows = torch.as_tensor(np.sort(place[used]), device=args.device)
-    advantages, values = torch.tensor(advantages, dtype=torch.float32, device=args.device)[rows], values[rows]
-    return Batch(obs[rows], actions[rows], logprobs[rows], advantages, advantages + values, values)
+    return torch.tensor(advantages, dtype=torch.float32, device=args.device)
 
 
-def loss(agent, mb, args):
-    """The objective on a minibatch, and what is logged of it. Change it here: whatever is read from args stays live
-    when it is compiled."""
-    newlogprob, entropy, newvalue = agent(mb.obs, mb.actions)
+def ppo_loss(agent, mb, args):
+    """Return the loss of a minibatch and the metrics to log."""
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb.obs, mb.actions)
     logratio = newlogprob - mb.logprobs
     ratio = logratio.exp()
-    advantages = mb.advantages
-    if args.norm_adv and len(advantages) > 1:
-        advantages = ranks.normalized(advantages)
-    pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
+
+    # Policy loss
+    mb_advantages = mb.advantages
+    if args.norm_adv and len(mb_advantages) > 1:
+        mb_advantages = distributed.normalize(mb_advantages)
+    pg_loss1 = -mb_advantages * ratio
+    pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+    # Value loss: SB3 differs (2)
     v_loss = (newvalue - mb.returns) ** 2
     if args.clip_vloss:  # SB3 differs (3)
-        v_clipped = mb.values + (newvalue - mb.values).clamp(-args.clip_coef, args.clip_coef)
+        v_clipped = mb.values + torch.clamp(newvalue - mb.values, -args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - mb.returns) ** 2)
-    v_loss = 0.5 * v_loss.mean()  # SB3 differs (2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
     metrics = {
         "losses/policy_loss": pg_loss,
         "losses/value_loss": v_loss,
-        "losses/entropy": entropy,
-        "losses/approx_kl": (ratio - 1 - logratio).mean(),
+        "losses/entropy": entropy_loss,
+        "losses/approx_kl": ((ratio - 1) - logratio).mean(),
         "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
-    return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, metrics
+    return loss, metrics
 
 
-def adam(weights, grad, exp_avg, exp_avg_sq, rate, correction):
-    """Adam in place, on all weights at once. The last two: see adam_numbers()."""
-    exp_avg.lerp_(grad, 0.1)
-    exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
-    weights.sub_(rate * exp_avg / (exp_avg_sq.sqrt() * correction + 1e-5))
+def update(agent, optimizer, batch, mb_inds, grad_weight, args):
+    """Make one optimizer step on a minibatch, and return the metrics.
+
+    grad_weight: the weight of this rank's gradients in a distributed run
+    """
+    mb = Batch(*(column[mb_inds] for column in batch))
+    optimizer.zero_grad()
+    loss, metrics = ppo_loss(agent, mb, args)
+    loss.backward()
+    distributed.average_gradients(agent.parameters(), grad_weight)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
+    optimizer.step()
+    metrics["losses/grad_norm"] = grad_norm
+    return fast.detach(metrics)
 
 
-def adam_numbers(step, lr):
-    """Adam's learning rate and bias correction, worked out once and not at every weight, as a compiled kernel would."""
-    return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
-
-
-def update(args, objective, weights, exp_avg, exp_avg_sq, mb_inds, batch, rows, *numbers):
-    """One step on a minibatch. objective: loss() as a function of the agent's weights too; rows: of this rank's batch,
-    which is what it weighs."""
-    leaf = weights.detach().requires_grad_()
-    value, metrics = objective.of([leaf], Batch(*(x[mb_inds] for x in batch)), args)
-    (grad,) = torch.autograd.grad(value, leaf)
-    with torch.no_grad():
-        grad = ranks.mean(grad, rows)
-        grad_norm = grad.norm()
-        adam(weights, grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1), exp_avg, exp_avg_sq, *numbers)
-    return {name: x.detach() for name, x in metrics.items()} | {"losses/grad_norm": grad_norm}
-
-
-def minibatches(batch_size, minibatch_size, args):
-    """Rows, epoch by epoch: CleanRL differs (6)."""
-    for _ in range(args.update_epochs):
-        yield from torch.as_tensor(np.random.permutation(batch_size), device=args.device).split(minibatch_size)
+@torch.no_grad()
+def approx_kl(agent, batch, mb_inds, args):
+    """Return the approximate KL divergence on a minibatch, before its update."""
+    mb = Batch(*(column[mb_inds] for column in batch))
+    _, metrics = ppo_loss(agent, mb, args)
+    return distributed.average(metrics["losses/approx_kl"])
 
 
 def train(args, resumed=None):
-    """resumed: path and content of a checkpoint to go on from."""
+    """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
     with runs.Run(args, __file__, make_envs, resumed) as run:
-        envs, n = run.envs, run.envs.num_envs
-        spec, (batch_size, minibatch_size, num_iterations) = runs.describe(args, envs), runs.batches(args, n)
-        total = num_iterations * batch_size * ranks.SIZE
+        envs = run.envs
+        num_agents = envs.num_envs
+        spec = runs.describe(args, envs)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
+        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
+        # num_agents rows too many
         agent = Agent(spec, args).to(args.device)
-        weights, return_rms, ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef
-        optimizer = {"exp_avg": torch.zeros_like(weights.data), "exp_avg_sq": torch.zeros_like(weights.data), "step": 0}
-        objective, acting = fast.Functional(loss, agent, weights), fast.Acting(agent)
-        step = run.compiled(update, num_iterations * args.update_epochs * args.num_minibatches)
-        rollout = Rollout(batch_size + 3 * n, n, spec["obs_dim"], spec["action_dim"])
-        env_actions = np.zeros((n, spec["action_dim"]), envs.single_action_space.dtype)
-        kept, running = {"optimizer": optimizer, "return_rms": return_rms}, {"discounted": rollout.discounted}
-        words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, total, spec, agent, kept, running=running)
+        optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
+        return_rms = Normalizer()
+        rollout = Rollout(batch_size + num_agents, num_agents, spec["obs_dim"], spec["action_dim"])
+        env_actions = np.zeros((num_agents, spec["action_dim"]), envs.single_action_space.dtype)
+        initial_ent_coef = args.ent_coef
+
+        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
+        # translation is compared with agent.act every 1000 calls; where they differ, or where a
+        # layer can't be translated, agent.act itself is called and a line says so. run.compile
+        # compiles the update of long runs; learning rates and floats of args may still change.
+        # --no-fast switches both off, with the same results.
+        act = fast.Acting(agent, enabled=args.fast)
+        num_updates = num_iterations * args.update_epochs * args.num_minibatches
+        compiled_update = run.compile(update, num_updates)
+
+        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
+        # arrays), the arguments, and `episodes` if the envs can continue their episodes
+        next_obs, infos = run.start(
+            agent,
+            spec,
+            total_timesteps,
+            keep={"optimizer": optimizer, "return_rms": return_rms},
+            episodes={"running_returns": rollout.running_returns},
+            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+        )
+
+        # Agents decide at their own pace. After each step, infos says of each slot:
+        #   ready      it requests an action now: its row of next_obs is new
+        #   closed     the reward of its last action has arrived: it is ready or its episode ended
+        #   restarted  its game crashed and was started again: its last action never gets a reward
         ready = np.flatnonzero(infos["ready"])
-        obs = next_obs[ready]  # of those who ask for an action
-        rollout.open(ready, obs)
 
         for iteration in run.iterations():
-            left = 1 - run.global_step / total
-            lr = args.learning_rate * (left if args.anneal_lr else 1)  # SB3 differs (4)
+            # Annealing: SB3 differs (4)
+            remaining = 1 - run.global_step / total_timesteps
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                args.ent_coef = ent_coef * left
-            torch.set_num_threads(1)  # while agents act, the players need the cores
-            act = acting.checked(obs)
-            while not run.enough(rollout.num_closed, batch_size):
-                actions, env_actions[ready] = act(obs)
-                rollout.act(actions)
-                run.spent("act")
-                next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)
-                if "restarted" in infos:
-                    rollout.drop(np.flatnonzero(infos["restarted"]))
-                (closed,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
-                rollout.close(closed, reward, terminated, truncated, infos, args.gamma)
+                # The checkpoint has the given ent_coef too, so a resumed run anneals from it
+                args.ent_coef = initial_ent_coef * remaining
+
+            # Collect a rollout. One thread for torch: the environments need the other cores
+            torch.set_num_threads(1)
+            while not run.has_enough(rollout.size, batch_size):
+                # Act for the agents that request an action
                 obs = next_obs[ready]
-                rollout.open(ready, obs)
+                actions, env_actions[ready] = act(obs)
+                rollout.decide(ready, obs, actions)
+                run.spent("act")  # the time since the last call
+
+                # Step. The env ignores the actions of slots that are not ready
+                next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+
+                # Store the decisions whose reward has arrived
+                if "restarted" in infos:
+                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                closed = np.flatnonzero(infos["closed"])
+                rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
+                ready = np.flatnonzero(infos["ready"])
             run.spent("act")
 
+            # Advantages
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
-            (used, num_rows), metrics = ranks.filled(rollout.closed[: rollout.num_closed], batch_size), []
-            batch = make_batch(agent, rollout, used, return_rms.scale.item(), args)
-            for mb_inds in minibatches(batch_size, minibatch_size, args):
-                state = weights.data, optimizer["exp_avg"], optimizer["exp_avg_sq"]
-                before = [x.clone() for x in state] if args.target_kl is not None else None
-                numbers = num_rows, *adam_numbers(optimizer["step"] + 1, lr)
-                mb_metrics = step(args, objective, *state, mb_inds, batch, *numbers)
-                if before and ranks.mean(mb_metrics["losses/approx_kl"]) > 1.5 * args.target_kl:  # CleanRL differs (7)
-                    for x, old in zip(state, before, strict=True):
-                        x.copy_(old)
+            num_rows = min(rollout.size, batch_size)
+            reward_scale = return_rms.scale.item()  # 1 / std of the discounted returns
+            batch = make_batch(agent, rollout, batch_size, reward_scale, args)
+
+            # Optimize the policy and the value function
+            metrics = []
+            stop = False
+            for epoch in range(args.update_epochs):
+                # CleanRL differs (6)
+                b_inds = torch.as_tensor(np.random.permutation(batch_size), device=args.device)
+                for mb_inds in b_inds.split(minibatch_size):
+                    if args.target_kl is not None:  # CleanRL differs (7)
+                        stop = approx_kl(agent, batch, mb_inds, args) > 1.5 * args.target_kl
+                    if stop:
+                        break
+                    mb_metrics = compiled_update(
+                        agent, optimizer, batch, mb_inds, float(num_rows), args
+                    )
+                    metrics.append(mb_metrics)
+                if stop:
                     break
-                optimizer["step"] += 1
-                metrics.append(mb_metrics)
+
+            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). From
+            # here
+            # on the log-probs in `batch` are not those of the agent any more
             if args.norm_obs:
-                agent.obs_rms.update(batch.obs)
-            return_rms.update(torch.as_tensor(rollout.returns[used]))
-            rollout.forget(used)
+                agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
+            return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))
+            rollout.remove(num_rows)
             run.spent("learn")
-            explained_variance = 1 - (batch.advantages.var() / batch.returns.var()).item()
-            run.log(fast.means(metrics) | {"losses/explained_variance": explained_variance, "charts/learning_rate": lr})
+
+            # Log
+            scalars = fast.means(metrics)
+            scalars["losses/explained_variance"] = (
+                1 - (batch.advantages.var() / batch.returns.var()).item()
+            )
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(scalars)
 
 
 def main():
-    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, runs.describe, check)
+    runs.main(
+        __file__,
+        doc=__doc__,
+        Args=Args,
+        presets=PRESETS,
+        train=train,
+        Agent=Agent,
+        make_envs=make_envs,
+        describe=runs.describe,
+        check=check,
+    )
 
 
 if __name__ == "__main__":

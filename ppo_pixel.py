@@ -1,37 +1,51 @@
-"""Proximal policy optimization from images, or images and vectors, one policy for all agents: Unity and gymnasium.
+"""PPO from images, or images and vectors: one policy for all agents of a Unity, Godot or gymnasium
+environment, with continuous or discrete actions.
 
-    python ppo_pixel.py --env-id GridWorld                                      a bundled scene: no Unity needed
-    python ppo_pixel.py --unity-path ./Builds/MyScene                           your Unity build
-    python ppo_pixel.py --godot-path ./my_game                                  your Godot game
-    python ppo_pixel.py --env-id DummyPixels-v0                                 any gymnasium env that has images
-    python ppo_pixel.py --env-id Reacher-v5 --from-pixels --num-workers 2       any of its MuJoCo envs, rendered
-    python ppo_pixel.py --evaluate runs/NAME --capture-video                    also --resume and --export runs/NAME
+    python ppo_pixel.py --env-id GridWorld                   a bundled Unity scene
+    python ppo_pixel.py --unity-path ./Builds/MyScene        your Unity build
+    python ppo_pixel.py --godot-path ./my_game               your Godot game
+    python ppo_pixel.py --env-id DummyPixels-v0              any gymnasium env with images
+    python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
+    python ppo_pixel.py --resume runs/NAME                   also --evaluate, --export
 
-What images change in ppo_continuous_multiagent.py, which explains the rest:
- - An image is stored once, as uint8. A row has the numbers of its last --frame-stack images.
- - One encoder an image, channels last; vectors, normalised, join after it; policy and value share all layers but the
-   last. So log-probs and values come with acting, and are kept.
- - Actions are continuous, or discrete: a head for each branch. A choice that Unity's mask forbids has probability 0.
- - Two runs with one seed are equal to the byte in one thread, OMP_NUM_THREADS=1; in several, sums of convolutions are
-   rounded differently from run to run.
- - The exported model takes an image as float (batch, channel, height, width) from 0 to 1, and masks as action_masks,
-   1 where a choice is allowed: as ML-Agents' own, for Barracuda (package 2.x) and for Sentis (3.x). --frame-stack K
-   wants a sensor with as many Observation Stacks, which begins with black ones.
+What images change compared with ppo_continuous_multiagent.py, which explains the rest:
+ - Each image is stored once, as uint8 (see onefile_rl/frames.py). A row of the rollout has the
+   numbers of its last --frame-stack images.
+ - Each camera has its own encoder. Vectors are normalized and join after the encoders. Actor and
+   critic share all layers but the last.
+ - Log-probs and values are computed when acting and stored in the rollout: computing them again for
+   the whole batch would take another forward pass of the encoders.
+ - Actions are continuous, or discrete as in ppo_discrete_multiagent.py.
+ - Two runs with the same seed are equal to the byte in one thread only (OMP_NUM_THREADS=1). With
+   several threads, sums in convolutions are rounded differently from run to run.
+ - The exported model takes images as ML-Agents' own models do, for Barracuda (package 2.x) and
+   Sentis (3.x): floats from 0 to 1, (batch, channels, height, width). With --frame-stack K the
+   camera sensor in Unity needs K Observation Stacks, which start with black images there.
 
-What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at the lines:
- 1. SB3's VecNormalize and gymnasium's wrappers update their statistics at every step. Here they are part of the agent
-    and change between iterations only: what acts is what learns, the first ratio is 1, and a saved agent carries them.
- 2. SB3's loss has vf_coef * mse, CleanRL's and ours vf_coef * 0.5 * mse: our --vf-coef 1.0 is SB3's 0.5.
- 3. SB3's value clipping takes the clipped error alone, CleanRL's and ours the larger one; SB3 and we have it off.
- 4. SB3 anneals from the progress after the rollout (the last update has a rate of 0), CleanRL and we from before it.
- 5. CleanRL treats a time limit as a death. SB3 and we bootstrap with the value of the final observation.
- 6. CleanRL shuffles time by time and in place; SB3 and we draw a fresh permutation of the rows agent by agent.
- 7. CleanRL checks the KL after an epoch; SB3 and we before each step, against 1.5 times the target.
- 8. Adam and the gradient's norm work on one flat vector, images are laid out with the channels last, and GAE is in
-    double precision: sums in another order, so parity with SB3 holds to rounding and not to the bit.
- 9. With one image and nothing else the network is SB3's CnnPolicy. Several images, or images and vectors, go into one
-    more layer together, where SB3's MultiInputPolicy has two of 64 for the policy and two for the value.
-10. SB3 divides an observation by its std however small (from 1e-4 on), here it is by --min-obs-std at least.
+Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
+ 1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
+    Here they are part of the agent, are saved with it, and change between iterations only. The
+    first iteration runs without normalization.
+ 2. SB3's value loss is vf_coef * mse. CleanRL and we use vf_coef * 0.5 * mse: our --vf-coef 1.0 is
+    SB3's 0.5.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and we the larger of both errors. It is
+    off by default.
+ 4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
+    and we anneal by the progress before the rollout.
+ 5. CleanRL treats a time limit as a termination. SB3 and we bootstrap with the value of the final
+    observation.
+ 6. CleanRL shuffles indices in time order, in place. SB3 and we permute rows sorted by agent, newly
+    for each epoch.
+ 7. CleanRL checks target_kl after each epoch. SB3 and we check it before each step, against 1.5 *
+    target_kl.
+ 8. Images are stored with the channels last, and GAE is computed in double precision. So parity
+    with SB3 holds up to rounding.
+ 9. With one image and no vector the network is that of SB3's CnnPolicy. Several images, or images
+    and vectors, share one more layer, where SB3's MultiInputPolicy has two layers of 64 for the
+    policy and two for the value.
+10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
+    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
+    dominate the policy's input elsewhere.
 """
 
 import math
@@ -44,140 +58,156 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-import fast
-import ranks
-import runs
-from envs import engine
 from envs.pixels import describe_seen, make_envs
+from onefile_rl import distributed, fast, runs
+from onefile_rl.engines.scenes import engine
+from onefile_rl.frames import Frames, stacked
+from onefile_rl.normalizer import Normalizer
 
 
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
-    """part of the run's name"""
+    """the name of this experiment, part of the run's folder"""
     env_id: str = "GridWorld"
-    """a bundled scene (GridWorld), a gymnasium id, or module:id"""
+    """a bundled scene (GridWorld, GodotRover), a gymnasium id, or module:id"""
     from_pixels: bool = False
-    """see what gymnasium renders of a MuJoCo env in place of its observations"""
+    """replace the observations of a MuJoCo env of gymnasium by rendered images"""
     image_size: int = 64
-    """height and width of what is rendered"""
+    """the height and width of rendered images"""
     frame_stack: int | None = None
-    """how many of the last images an observation has; default: 3 with --from-pixels, otherwise 1"""
+    """the number of last images in an observation; by default 3 with --from-pixels, otherwise 1"""
     grayscale: bool = False
-    """see grey images"""
+    """convert images to grayscale"""
     action_repeat: int = 1
-    """how often a gymnasium env gets each action; only the last image is seen"""
+    """how often a gymnasium env repeats each action; the observation is the last image"""
     num_envs: int = 8
-    """how many gymnasium envs to step at once (a scene has as many as it has agents)"""
+    """the number of parallel gymnasium envs; in a Unity or Godot scene every agent counts as one"""
     num_workers: int = 0
-    """how many processes to step gymnasium envs in, several envs in each; 0: in this one"""
+    """the number of processes that step the gymnasium envs, each several; 0: this process does"""
     learning_rate: float = 3e-4
-    """of Adam"""
+    """the learning rate of the optimizer"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     num_steps: int = 256
-    """decisions per agent and iteration; times the agents it is the batch size"""
+    """decisions per agent in each iteration; the batch size is num_steps * number of agents"""
     num_minibatches: int = 8
-    """minibatches per epoch"""
+    """the number of minibatches per epoch"""
     update_epochs: int = 4
-    """how often each row is used; 0 collects without learning"""
+    """the number of epochs per iteration; 0 collects data without learning"""
     gamma: float = 0.99
-    """discount per decision"""
+    """the discount factor per decision"""
     gae_lambda: float = 0.95
-    """how far the advantage estimate looks: 0 one step, 1 to the end"""
+    """the lambda of generalized advantage estimation"""
     clip_coef: float = 0.2
-    """the surrogate is clipped at ratios of 1 - and 1 + this"""
+    """the clipping coefficient of the surrogate objective"""
     norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    """normalize the advantages of each minibatch"""
     clip_vloss: bool = False
-    """clip the value's change by clip_coef too"""
+    """clip the value loss too, by clip_coef"""
     ent_coef: float = 0.0
-    """weight of the entropy bonus"""
+    """the weight of the entropy bonus"""
     anneal_ent: bool = False
-    """let it fall linearly to 0 too, as ML-Agents does"""
+    """anneal ent_coef linearly to 0, as ML-Agents does"""
     vf_coef: float = 0.5
-    """weight of the value loss"""
+    """the weight of the value loss"""
     max_grad_norm: float = 0.5
-    """the gradient is scaled down to this norm"""
+    """the maximum norm for gradient clipping"""
     target_kl: float | None = None
-    """stop an iteration's updates when the policy has moved 1.5 times this far"""
+    """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
     norm_obs: bool = True
-    """normalise vector observations by their running mean and variance"""
+    """normalize vector observations by their running mean and variance"""
     min_obs_std: float = 0.01
-    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
+    """the smallest standard deviation that vectors are divided by; 0 as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running std of the discounted return"""
+    """scale rewards by the running standard deviation of the discounted return"""
     encoder: Literal["nature", "impala"] = "nature"
-    """three convolutions, as SB3's CnnPolicy has, or IMPALA's residual network"""
+    """three convolutions as in SB3's CnnPolicy, or the residual network of IMPALA"""
     features: int = 512
-    """width of the layer behind an encoder, and of the one where several images and vectors come together"""
+    """the width of the layer after each encoder, and of the layer that joins images and vectors"""
     logstd_init: float = 0.0
-    """log std of the actions at the start"""
+    """the initial log standard deviation of continuous actions"""
 
 
-# Whatever the command line says wins. GridWorld has the discount and entropy bonus of ML-Agents' official settings.
+# Settings for single environments. Options on the command line take precedence.
+# GridWorld: the discount and the entropy bonus of ML-Agents' official settings.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
-ROVER = ("--camera=48", "--disable-render-loop")  # it draws when it is asked to
 PRESETS = {
-    **{f"DummyPixels{kind}-v0": DUMMY for kind in ("", "Discrete", "MultiDiscrete", "Dict")},
-    "GodotRover": dict(DUMMY, gamma=0.98, features=256, ent_coef=5e-3, player_args=ROVER),
-    "GridWorld": dict(DUMMY, num_steps=128, num_minibatches=9, ent_coef=5e-3, features=256),
-}
-SMALLEST = {"nature": 36, "impala": 8}  # image that an encoder takes
+    "DummyPixels-v0": DUMMY,
+    "DummyPixelsDiscrete-v0": DUMMY,
+    "DummyPixelsMultiDiscrete-v0": DUMMY,
+    "DummyPixelsDict-v0": DUMMY,
+    "GodotRover": dict(
+        total_timesteps=100_000, learning_rate=1e-3, gamma=0.98, features=256, ent_coef=5e-3,
+        player_args=("--camera=48", "--disable-render-loop"),  # it renders only for observations
+    ),
+    "GridWorld": dict(
+        total_timesteps=100_000, num_steps=128, num_minibatches=9, learning_rate=1e-3, gamma=0.9,
+        ent_coef=5e-3, features=256,
+    ),
+}  # fmt: skip
+
+SMALLEST = {"nature": 36, "impala": 8}  # the smallest height and width that an encoder supports
 
 
 def check(args):
-    above_0 = ("num_steps", "num_minibatches", "learning_rate", "max_grad_norm", "target_kl", "features", "image_size")
-    above_0, from_0_to_1 = (*above_0, "frame_stack", "action_repeat"), ("gamma", "gae_lambda")
-    from_0 = ("clip_coef", "ent_coef", "vf_coef", "update_epochs", "num_workers", "min_obs_std")
-    at_most = {"update_epochs": 10_000, "features": 2**16, "image_size": 4096, "frame_stack": 256, "num_workers": 1000}
-    runs.check(args, above_0, from_0, from_0_to_1, at_most)
+    """Refuse arguments that can't work, before any work starts."""
+    runs.check(
+        args,
+        above_0=(
+            "num_steps",
+            "num_minibatches",
+            "learning_rate",
+            "max_grad_norm",
+            "target_kl",
+            "features",
+            "image_size",
+            "frame_stack",
+            "action_repeat",
+        ),
+        from_0=("clip_coef", "ent_coef", "vf_coef", "update_epochs", "num_workers", "min_obs_std"),
+        from_0_to_1=("gamma", "gae_lambda"),
+        at_most={
+            "update_epochs": 10_000,
+            "features": 2**16,
+            "image_size": 4096,
+            "frame_stack": 256,
+            "num_workers": 1000,
+        },
+    )
     for name in ("from_pixels", "grayscale", "num_workers"):
         if getattr(args, name) and engine(args):
-            why = f"a {engine(args)} scene has its own cameras and processes"
-            raise ValueError(f"{runs.option(name)} is for gymnasium envs: {why}")
-    if args.from_pixels and args.image_size < (size := SMALLEST[args.encoder]):
-        raise ValueError(f"--image-size {args.image_size}: --encoder {args.encoder} takes {size} x {size} and more")
+            reason = f"a {engine(args)} scene has its own cameras and processes"
+            raise ValueError(f"{runs.option(name)} is for gymnasium envs: {reason}")
+    smallest = SMALLEST[args.encoder]
+    if args.from_pixels and args.image_size < smallest:
+        needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
+        raise ValueError(f"--image-size {args.image_size}: {needed}")
 
 
 def describe(args, envs):
-    """What the agent sees and does, in plain numbers."""
-    action, stack = envs.single_action_space, args.frame_stack or (3 if args.from_pixels else 1)
-    spec = describe_seen(args, envs) | {"stack": stack}
+    """Return the spec of a policy on images: sizes of observations and actions, and bounds."""
+    spec = describe_seen(args, envs)
+    spec["stack"] = args.frame_stack or (3 if args.from_pixels else 1)
+    smallest = SMALLEST[args.encoder]
     for name, (height, width, _) in spec["images"].items():
-        if min(height, width) < (size := SMALLEST[args.encoder]):
-            raise ValueError(f"{name} is {height} x {width}: --encoder {args.encoder} takes {size} x {size} and more")
-    if isinstance(action, gym.spaces.Box):
-        return spec | {"action_dim": math.prod(action.shape), "branches": [], **runs.bounds(action)}
-    if not isinstance(action, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        raise ValueError(f"{args.env_id} has actions {action}: this script takes either continuous or discrete ones")
-    branches = np.ravel(action.n if isinstance(action, gym.spaces.Discrete) else action.nvec).tolist()
-    return spec | {"action_dim": len(branches), "branches": branches, "start": np.ravel(action.start).tolist()}
+        if min(height, width) < smallest:
+            needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
+            raise ValueError(f"{name} is {height} x {width}: {needed}")
 
-
-class Normalizer(nn.Module):
-    """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
-
-    def __init__(self, *shape, least=0.0):
-        super().__init__()
-        self.least = least
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("shift", torch.zeros(shape))  # the same in single precision, as they are put to use
-        self.register_buffer("scale", torch.ones(shape))
-
-    def forward(self, x):
-        return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
-
-    def update(self, batch):
-        mean, var, count = ranks.moments(batch)
-        delta, total = mean - self.mean, self.count + count
-        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
-        self.mean += delta * count / total
-        self.count += count
-        self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))  # SB3 differs (10)
+    action_space = envs.single_action_space
+    if isinstance(action_space, gym.spaces.Box):
+        spec["action_dim"] = math.prod(action_space.shape)
+        spec["branches"] = []
+        return spec | runs.bounds(action_space)
+    if not isinstance(action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        supported = "this script supports continuous or discrete actions, not both at once"
+        raise ValueError(f"{args.env_id} has actions {action_space}: {supported}")
+    sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
+    spec["branches"] = np.ravel(sizes).tolist()
+    spec["start"] = np.ravel(action_space.start).tolist()
+    spec["action_dim"] = len(spec["branches"])
+    return spec
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -187,427 +217,645 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 
 def nature(channels):
-    layers = [nn.Conv2d(channels, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1)]
-    return nn.Sequential(*(part for layer in layers for part in (layer_init(layer), nn.ReLU())))
+    """Return the convolutions of DQN, as it was published in Nature."""
+    conv1 = nn.Conv2d(channels, 32, kernel_size=8, stride=4)
+    conv2 = nn.Conv2d(32, 64, kernel_size=4, stride=2)
+    conv3 = nn.Conv2d(64, 64, kernel_size=3, stride=1)
+    return nn.Sequential(
+        layer_init(conv1),
+        nn.ReLU(),
+        layer_init(conv2),
+        nn.ReLU(),
+        layer_init(conv3),
+        nn.ReLU(),
+    )
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.conv1, self.conv2 = (layer_init(nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2))
+        self.conv1 = layer_init(nn.Conv2d(channels, channels, kernel_size=3, padding=1))
+        self.conv2 = layer_init(nn.Conv2d(channels, channels, kernel_size=3, padding=1))
 
     def forward(self, x):
-        return x + self.conv2(torch.relu(self.conv1(torch.relu(x))))
+        y = self.conv1(torch.relu(x))
+        y = self.conv2(torch.relu(y))
+        return x + y
 
 
 def impala(channels):
+    """Return the residual convolutions of IMPALA."""
     layers = []
-    for out in (16, 32, 32):
-        layers += [layer_init(nn.Conv2d(channels, out, 3, padding=1)), nn.MaxPool2d(3, 2, 1)]
-        layers += [Residual(out), Residual(out)]
-        channels = out
-    return nn.Sequential(*layers, nn.ReLU())
+    for out_channels in (16, 32, 32):
+        layers.append(layer_init(nn.Conv2d(channels, out_channels, kernel_size=3, padding=1)))
+        layers.append(nn.MaxPool2d(kernel_size=3, stride=2, padding=1))
+        layers.append(ResidualBlock(out_channels))
+        layers.append(ResidualBlock(out_channels))
+        channels = out_channels
+    layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
 
 
 class Agent(nn.Module):
-    """What acts, learns, is saved, evaluated and exported: the statistics of the vectors are part of it. spec: the env
-    in plain numbers."""
+    """Encoders, actor, critic and the statistics of the vectors.
+
+    `spec` describes the env: images ((height, width, channels) by name), stack (images per
+    observation), vector (its size, 0 if there is none), action_dim, and the bounds of continuous
+    actions, or branches (the number of choices in each branch of discrete actions) and start (the
+    first choice of each branch, usually 0).
+    """
 
     def __init__(self, spec, args):
         super().__init__()
-        self.branches, self.has_vector = spec["branches"], spec["vector"] > 0
+        self.branches = spec["branches"]
         if self.branches:
             self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
         else:
             self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
             self.bounds = runs.Bounds(spec)
-        make = {"nature": nature, "impala": impala}[args.encoder]
-        shapes = [(spec["stack"] * channels, height, width) for height, width, channels in spec["images"].values()]
-        self.encoders = nn.ModuleList(nn.Sequential(*make(shape[0]), nn.Flatten()) for shape in shapes)
+
+        # An encoder for each camera. The images of a stack are channels
+        shapes = []
+        for height, width, channels in spec["images"].values():
+            shapes.append((spec["stack"] * channels, height, width))
+        convolutions = {"nature": nature, "impala": impala}[args.encoder]
+        self.encoders = nn.ModuleList([convolutions(channels) for channels, _, _ in shapes])
         for encoder, shape in zip(self.encoders, shapes, strict=True):
-            size = encoder(torch.zeros(1, *shape)).shape[1]
-            encoder.extend([layer_init(nn.Linear(size, args.features)), nn.ReLU()])
-        size, self.trunk = len(shapes) * args.features + spec["vector"], nn.Identity()
-        if size > args.features:  # SB3 differs (9)
-            self.trunk = nn.Sequential(layer_init(nn.Linear(size, args.features)), nn.ReLU())
-        self.actor = layer_init(nn.Linear(args.features, sum(self.branches) or spec["action_dim"]), std=0.01)
+            encoder.append(nn.Flatten())
+            num_outputs = encoder(torch.zeros(1, *shape)).shape[1]
+            encoder.append(layer_init(nn.Linear(num_outputs, args.features)))
+            encoder.append(nn.ReLU())
+
+        # A layer that joins the images and the vector
+        self.has_vector = spec["vector"] > 0
+        self.obs_rms = nn.Identity()
+        if args.norm_obs and self.has_vector:
+            self.obs_rms = Normalizer(spec["vector"], min_std=args.min_obs_std)  # SB3 differs (10)
+        self.trunk = nn.Identity()
+        num_inputs = len(self.encoders) * args.features + spec["vector"]
+        if num_inputs > args.features:  # SB3 differs (9)
+            self.trunk = nn.Sequential(layer_init(nn.Linear(num_inputs, args.features)), nn.ReLU())
+
+        # One output per choice of each branch, or the mean of each continuous action
+        num_outputs = sum(self.branches) or spec["action_dim"]
+        self.actor = layer_init(nn.Linear(args.features, num_outputs), std=0.01)
         self.critic = layer_init(nn.Linear(args.features, 1), std=1.0)
-        self.obs_rms = Normalizer(spec["vector"], least=args.min_obs_std) if args.norm_obs else nn.Identity()
 
     def encode(self, images, vector):
-        """images: from 0 to 255, (batch, channel, height, width), in memory with the channels last."""
-        parts = [encoder(image / 255) for encoder, image in zip(self.encoders, images, strict=True)]
-        return self.trunk(torch.cat([*parts, self.obs_rms(vector)], 1) if self.has_vector else torch.cat(parts, 1))
+        """Return the features of the observations.
 
-    def choices(self, x, mask):
-        """Log-probs of each branch's choices. mask: 0 where one is forbidden."""
-        logits = self.actor(x) + (mask.float() - 1) * 1e8
-        return [branch.log_softmax(1) for branch in logits.split(self.branches, 1)]
+        `images` is a list with a tensor (batch, channels, height, width) for each camera, with
+        values from 0 to 255.
+        """
+        features = []
+        for encoder, image in zip(self.encoders, images, strict=True):
+            features.append(encoder(image / 255))
+        if self.has_vector:
+            features.append(self.obs_rms(vector))
+        return self.trunk(torch.cat(features, 1))
 
-    def logprob(self, policy, action):
-        """policy: log-probs of the choices, or the actions' mean."""
+    def get_value(self, images, vector):
+        return self.critic(self.encode(images, vector)).flatten()
+
+    def get_action_and_value(self, images, vector, mask, action=None, deterministic=False):
+        """Return actions, their log-probs, the entropy of the policy and the values of the
+        observations.
+
+        Actions are sampled unless they are given. Acting, learning, evaluation and export all use
+        this method. `mask` is for discrete actions.
+        """
+        x = self.encode(images, vector)
         if self.branches:
-            return sum(p.gather(1, a) for p, a in zip(policy, action.split(1, 1), strict=True)).squeeze(1)
-        z = (action - policy) * torch.exp(-self.actor_logstd)
-        return (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
+            action, logprob, entropy = self.get_discrete_action(x, mask, action, deterministic)
+        else:
+            action, logprob, entropy = self.get_continuous_action(x, action, deterministic)
+        return action, logprob, entropy, self.critic(x).flatten()
+
+    def get_continuous_action(self, x, action, deterministic):
+        action_mean = self.actor(x)
+        action_std = self.actor_logstd.exp()
+        if action is None and deterministic:
+            action = action_mean
+        elif action is None:
+            action = action_mean + action_std * torch.randn_like(action_mean)
+
+        # Log-density and entropy of a normal distribution, summed over the dimensions of the action
+        z = (action - action_mean) / action_std
+        logprob = (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
+        entropy = (
+            (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(logprob)
+        )
+        return action, logprob, entropy
+
+    def get_discrete_action(self, x, mask, action, deterministic):
+        logits = self.actor(x) + (mask.float() - 1.0) * 1e8  # mask: 0 where a choice is not allowed
+        logprobs = [branch.log_softmax(1) for branch in logits.split(self.branches, 1)]
+        if action is None and deterministic:
+            action = torch.cat([p.argmax(1, True) for p in logprobs], 1)
+        elif action is None:
+            action = torch.cat([torch.multinomial(p.exp(), 1) for p in logprobs], 1)
+
+        # Log-prob and entropy of categorical distributions, summed over the branches
+        chosen = [p.gather(1, action[:, i : i + 1]) for i, p in enumerate(logprobs)]
+        logprob = torch.cat(chosen, 1).sum(1)
+        entropy = -sum((p.exp() * p).sum(1) for p in logprobs)
+        return action, logprob, entropy
 
     def act(self, images, vector, mask, deterministic=False):
-        """Actions as the update sees them, and as the env gets them; their log-probs, values."""
-        x = self.encode(images, vector)
+        """Return the actions to learn from, the same actions for the env (continuous ones within
+        its bounds, discrete ones as it counts them), their log-probs and the values."""
+        action, logprob, _, value = self.get_action_and_value(
+            images, vector, mask, deterministic=deterministic
+        )
         if self.branches:
-            policy = self.choices(x, mask)
-            chosen = [p.argmax(1, True) if deterministic else torch.multinomial(p.exp(), 1) for p in policy]
-            action = torch.cat(chosen, 1)
-            env_action = action + self.start
-        else:
-            policy = mean = self.actor(x)
-            action = mean if deterministic else mean + self.actor_logstd.exp() * torch.randn_like(mean)
-            env_action = action.clamp(self.bounds.low, self.bounds.high)
-        return action, env_action, self.logprob(policy, action), self.critic(x).flatten()
-
-    def forward(self, images, vector, mask, action):
-        """Log-probs of the actions, the mean entropy, values."""
-        x = self.encode(images, vector)
-        if self.branches:
-            policy = self.choices(x, mask)
-            entropy = -sum((p.exp() * p).sum(1) for p in policy).mean()
-        else:
-            policy = self.actor(x)
-            entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
-        return self.logprob(policy, action), entropy, self.critic(x).flatten()
+            return action, action + self.start, logprob, value
+        return action, action.clamp(self.bounds.low, self.bounds.high), logprob, value
 
 
-class Frames:
-    """Every image once. A stack is the numbers of its images, the newest last, at first all the episode's first."""
+def get_vectors_and_masks(obs, infos, slots, spec):
+    """Return the vectors and the action masks of `slots`.
 
-    def __init__(self, spec, n, capacity):
-        self.store = {name: np.empty((capacity, *shape), np.uint8) for name, shape in spec["images"].items()}
-        self.count, self.last = 0, np.zeros((n, spec["stack"]), int)  # the latter are the slots' last stacks
-        self.begins, self.spec = np.ones(n, bool), spec  # the former: whose next image is an episode's first
-
-    def add(self, obs, who):
-        """Numbers of these slots' new images."""
-        first, self.count = self.count, self.count + len(who)
-        for name, images in self.store.items():
-            if self.count > len(images):
-                images = self.store[name] = np.concatenate([images, np.empty_like(images)])
-            images[first : self.count] = obs[name] if len(who) == len(obs[name]) else obs[name][who]
-        return np.arange(first, self.count)
-
-    def see(self, obs, infos, who):
-        """What these slots see now: stacks, vectors (of no numbers if there are none), masks."""
-        new, choices = self.add(obs, who)[:, None], sum(self.spec["branches"])
-        stacks = np.where(self.begins[who, None], new, np.concatenate([self.last[who, 1:], new], 1))
-        self.last[who], self.begins[who] = stacks, False
-        vectors = obs["vector"][who] if "vector" in obs else np.zeros((len(who), 0), np.float32)
-        masks = infos["action_mask"][who] if "action_mask" in infos else np.ones((len(who), choices), bool)
-        return stacks, vectors, masks
-
-    def final(self, obs, slot):
-        """The last of a slot's episode, before it sees the next one's first: stack, vector."""
-        new = self.add({name: image[None] for name, image in obs.items()}, [slot])
-        return np.append(self.last[slot, 1:], new), obs.get("vector", ())
-
-    def forget(self, stacks):
-        """Keep only the images of these stacks, and of the slots' last ones; returns the stacks in new numbers."""
-        used = np.unique(np.concatenate([self.last, stacks]))
-        for images in self.store.values():
-            images[: len(used)] = images[used]
-        self.last, self.count = np.searchsorted(used, self.last), len(used)
-        return np.searchsorted(used, stacks)
-
-    def images(self, device="cpu"):
-        return [torch.from_numpy(images[: self.count]).to(device) for images in self.store.values()]
-
-    def state(self):
-        return {name: images[self.last] for name, images in self.store.items()}
-
-    def restore(self, state):
-        new = self.add({name: images.flatten(0, 1).numpy() for name, images in state.items()}, range(self.last.size))
-        self.last = np.roll(new.reshape(self.last.shape), 1, axis=1)  # as before the newest, which is seen again
-        self.begins[:] = False
-
-
-def stacked(images, stacks):
-    """(batch, channel, height, width), the oldest image's channels first, in memory with the channels last."""
-    out = []
-    for x in images:
-        frames = [x.index_select(0, column) for column in torch.as_tensor(stacks).unbind(1)]
-        out.append((torch.cat(frames, 3) if len(frames) > 1 else frames[0]).permute(0, 3, 1, 2))
-    return out
+    Vectors are empty in an env without any, masks in one with continuous actions. Without masks
+    from the env, every discrete action is allowed.
+    """
+    vectors = np.zeros((len(slots), 0), np.float32)
+    if "vector" in obs:
+        vectors = obs["vector"][slots]
+    masks = np.ones((len(slots), sum(spec["branches"])), bool)
+    if "action_mask" in infos:
+        masks = infos["action_mask"][slots]
+    return vectors, masks
 
 
 class Rollout:
-    """Decisions in the order in which they were asked for, a row each. A row is open until what came of it is known."""
+    """Completed decisions of all agents, one row each, in the order in which their rewards arrived.
 
-    OBS, ACT = ("stacks", "vectors", "masks"), ("actions", "logprobs", "values")
-    COLUMNS = (*OBS, *ACT, "judged", "slot", "ended", "rewards", "returns")
+        row  slots  stacks     actions  rewards  next_stacks  terminated  truncated
+        0    0      [0, 0, 0]  a0       1.0      [0, 0, 2]    False       False
+        1    1      [1, 1, 1]  a1       0.5      [1, 1, 4]    False       True
+        2    0      [0, 0, 2]  a2       0.7      [0, 2, 5]    False       False
+        ...
+        pending_stacks[0] = [0, 2, 5], pending_actions[0] = a5
 
-    def __init__(self, capacity, n, spec):
-        self.frames = Frames(spec, n, capacity + n * spec["stack"])
-        self.stacks = np.zeros((capacity, spec["stack"]), int)
+    A slot is an agent's place in the vector env. Row 1 ends at a time limit: image 4 is the final
+    observation of its episode. Row 2 is the next decision of slot 0 after row 0. The decision on
+    [0, 2, 5] is pending: it becomes a row when its reward arrives, so every row is complete. Rows
+    beyond the batch size wait for the next batch.
+
+    `frames` has the images.
+    """
+
+    COLUMNS = (
+        "slots",
+        "stacks",
+        "vectors",
+        "masks",
+        "actions",
+        "logprobs",
+        "values",
+        "stale",
+        "rewards",
+        "next_stacks",
+        "next_vectors",
+        "terminated",
+        "truncated",
+        "discounted_returns",
+    )
+
+    def __init__(self, capacity, frames, spec):
+        num_slots, stack_size = frames.last.shape
+        num_choices = sum(spec["branches"])
+        action_dtype = int if spec["branches"] else np.float32
+        self.frames = frames
+        self.size = 0
+        self.slots = np.zeros(capacity, int)
+        self.stacks = np.zeros((capacity, stack_size), int)
         self.vectors = np.zeros((capacity, spec["vector"]), np.float32)
-        self.masks = np.zeros((capacity, sum(spec["branches"])), bool)
-        self.actions = np.zeros((capacity, spec["action_dim"]), np.int64 if spec["branches"] else np.float32)
-        self.logprobs, self.values = np.zeros(capacity, np.float32), np.zeros(capacity, np.float32)
-        self.judged = np.zeros(capacity, bool)  # whether these two are there, by the weights of now
-        self.slot, self.ended = np.zeros(capacity, int), np.zeros(capacity, bool)  # whose row; if its episode ended
-        self.rewards, self.returns = np.zeros(capacity), np.zeros(capacity)  # the latter are discounted, so far
-        self.closed, self.num_closed = np.zeros(capacity, int), 0  # rows in the order in which they were closed
-        self.row, self.count, self.finals = np.full(n, -1), 0, {}  # slots' open rows; rows of final observations
-        self.discounted = np.zeros(n)  # each slot's last return
+        self.masks = np.zeros((capacity, num_choices), bool)
+        self.actions = np.zeros((capacity, spec["action_dim"]), action_dtype)
+        self.logprobs = np.zeros(capacity, np.float32)
+        self.values = np.zeros(capacity, np.float32)
+        self.stale = np.zeros(capacity, bool)  # logprobs and values are from before the last update
+        self.rewards = np.zeros(capacity)
+        self.next_stacks = np.zeros((capacity, stack_size), int)
+        self.next_vectors = np.zeros((capacity, spec["vector"]), np.float32)
+        self.terminated = np.zeros(capacity, bool)
+        self.truncated = np.zeros(capacity, bool)
+        self.discounted_returns = np.zeros(capacity)  # of the episode so far, to normalize rewards
+        self.pending_stacks = np.zeros((num_slots, stack_size), int)
+        self.pending_vectors = np.zeros((num_slots, spec["vector"]), np.float32)
+        self.pending_masks = np.zeros((num_slots, num_choices), bool)
+        self.pending_actions = np.zeros((num_slots, spec["action_dim"]), action_dtype)
+        self.pending_logprobs = np.zeros(num_slots, np.float32)
+        self.pending_values = np.zeros(num_slots, np.float32)
+        self.pending_stale = np.zeros(num_slots, bool)
+        self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
+        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
 
-    def open(self, who, obs, infos):
-        """These slots ask for actions."""
-        self.row[who] = self.add(who, *self.frames.see(obs, infos, who))
+    def decide(self, slots, stacks, vectors, masks, actions, logprobs, values):
+        """Remember the decisions of these slots until their rewards arrive."""
+        self.pending_stacks[slots] = stacks
+        self.pending_vectors[slots] = vectors
+        self.pending_masks[slots] = masks
+        self.pending_actions[slots] = actions
+        self.pending_logprobs[slots] = logprobs
+        self.pending_values[slots] = values
+        self.pending_stale[slots] = False
 
-    def add(self, who, stacks, vectors, masks):
-        first, self.count = self.count, self.count + len(who)
-        if self.count > len(self.slot):  # players that were lost left rows behind
-            for name in (*self.COLUMNS, "closed"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros_like(getattr(self, name))]))
-        new = slice(first, self.count)
-        self.stacks[new], self.vectors[new], self.masks[new] = stacks, vectors, masks
-        self.slot[new], self.judged[new] = who, False
-        return np.arange(first, self.count)
+    def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
+        """Store the pending decisions of `slots`, whose rewards have arrived.
 
-    def seen(self, rows):
-        return stacked(self.frames.images(), self.stacks[rows]), self.vectors[rows], self.masks[rows]
+        reward, terminated, truncated and next_obs are what envs.step() returned. The images of
+        next_obs are in `frames` already.
+        """
+        rows = slice(self.size, self.size + len(slots))
+        self.slots[rows] = slots
+        self.stacks[rows] = self.pending_stacks[slots]
+        self.vectors[rows] = self.pending_vectors[slots]
+        self.masks[rows] = self.pending_masks[slots]
+        self.actions[rows] = self.pending_actions[slots]
+        self.logprobs[rows] = self.pending_logprobs[slots]
+        self.values[rows] = self.pending_values[slots]
+        self.stale[rows] = self.pending_stale[slots]
+        self.rewards[rows] = reward[slots]
+        self.next_stacks[rows] = self.frames.last[slots]
+        if "vector" in next_obs:
+            self.next_vectors[rows] = next_obs["vector"][slots]
+        self.terminated[rows] = terminated[slots]
+        self.truncated[rows] = truncated[slots]
+        self.running_returns[slots] = gamma * self.running_returns[slots] + reward[slots]
+        self.discounted_returns[rows] = self.running_returns[slots]
+        self.last_row[slots] = np.arange(rows.start, rows.stop)
+        self.size += len(slots)
 
-    def act(self, who, actions, logprobs, values):
-        rows = self.row[who]
-        self.actions[rows], self.logprobs[rows], self.values[rows], self.judged[rows] = actions, logprobs, values, True
-
-    def close(self, who, rewards, terminated, truncated, infos, gamma):
-        """What came of these slots' open rows. The arrays have an entry for each slot."""
-        rows, before = self.row[who], self.num_closed
-        self.num_closed += len(who)
-        self.row[who], self.closed[before : self.num_closed] = -1, rows
-        self.rewards[rows], self.ended[rows] = rewards[who], (terminated | truncated)[who]
-        self.discounted[who] = self.returns[rows] = gamma * self.discounted[who] + rewards[who]
+        # The env resets itself: after an end next_obs is of the next episode, and infos has the
+        # final observation
         if "final_obs" in infos:
-            self.discounted[terminated | truncated], self.frames.begins[terminated | truncated] = 0, True
-            for row, slot in zip(rows, who, strict=True):
-                if truncated[slot] and not terminated[slot]:  # CleanRL differs (5)
-                    (self.finals[row],) = self.add([-1], *self.frames.final(infos["final_obs"][slot], slot), True)
+            done = terminated | truncated
+            for row, slot in enumerate(slots, rows.start):
+                if done[slot]:
+                    final_obs = infos["final_obs"][slot]
+                    self.next_stacks[row] = self.frames.add_final(self.stacks[row], final_obs)
+                    if "vector" in final_obs:
+                        self.next_vectors[row] = final_obs["vector"]
+            self.running_returns[done] = 0
 
-    def drop(self, who):
-        """These slots' open rows will never be closed: the rows before them end there, as at a time limit."""
-        for slot in who[self.row[who] >= 0]:
-            *_, before = -1, *np.flatnonzero(self.slot[: self.row[slot]] == slot)
-            if before >= 0 and not self.ended[before]:
-                self.ended[before], self.finals[before] = True, self.row[slot]
-            self.slot[self.row[slot]] = -1
-        self.row[who], self.discounted[who], self.frames.begins[who] = -1, 0, True
+    def cut(self, slots):
+        """End the episodes of slots whose game crashed, as a time limit does.
 
-    def forget(self, used):
-        """Rows that were learned from. Open ones stay, and the few that agents of mixed periods have closed beyond."""
-        stays = self.slot[: self.count] >= 0
-        stays[used] = False
-        self.finals = {row: final for row, final in self.finals.items() if stays[row]}
-        stays[list(self.finals.values())] = True
-        rows, new = np.flatnonzero(stays), np.cumsum(stays) - 1
-        for column in (getattr(self, name) for name in self.COLUMNS):
-            column[: len(rows)] = column[rows]
-        left = self.closed[len(used) : self.num_closed]
-        self.closed[: len(left)] = new[left]
-        self.row[self.row >= 0] = new[self.row[self.row >= 0]]
-        self.finals = {new[row]: new[final] for row, final in self.finals.items()}
-        self.stacks[: len(rows)], self.judged[: len(rows)] = self.frames.forget(self.stacks[: len(rows)]), False
-        self.count, self.num_closed = len(rows), len(left)
+        Their pending decisions are never stored.
+        """
+        rows = self.last_row[slots]
+        rows = rows[rows >= 0]
+        self.truncated[rows] |= ~self.terminated[rows]
+        self.running_returns[slots] = 0
+        self.frames.new_episode[slots] = True
+
+    def remove(self, num_rows):
+        """Remove the first rows, which have been learned from, and the images that only they have.
+
+        The weights have changed: the log-probs and values of what remains are stale.
+        """
+        for name in self.COLUMNS:
+            column = getattr(self, name)
+            column[: self.size - num_rows] = column[num_rows : self.size]
+        self.size -= num_rows
+        self.last_row = np.maximum(self.last_row - num_rows, -1)
+        self.stale[: self.size] = True
+        self.pending_stale[:] = True
+
+        # A slot with a pending decision gets its next image with the reward: until then the stack
+        # of the decision is its last stack
+        used = np.concatenate([self.stacks[: self.size], self.next_stacks[: self.size]])
+        renumbered = self.frames.keep(used)
+        self.stacks[: self.size] = renumbered[: self.size]
+        self.next_stacks[: self.size] = renumbered[self.size :]
+        self.pending_stacks[:] = self.frames.last
 
 
-def gae(rewards, values, next_values, goes_on, gamma, gae_lambda):
-    """Of rows agent by agent. next_values: of what follows, 0 at an end; goes_on: the next row is of the episode."""
-    advantages, lastgaelam = [0.0] * len(rewards), 0.0
-    for i in range(len(rewards) - 1, -1, -1):
-        delta = rewards[i] + gamma * next_values[i] - values[i]
-        lastgaelam = delta + gamma * gae_lambda * lastgaelam if goes_on[i] else delta
-        advantages[i] = lastgaelam
+def gae(rewards, values, next_values, continues, gamma, gae_lambda):
+    """Return the advantages of rows sorted by agent. `next_values` are the values of the next
+    observations, 0 after a termination. `continues` says whether the next row is the next decision
+    of the same episode."""
+    advantages = [0.0] * len(rewards)
+    lastgaelam = 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_values[t] - values[t]
+        lastgaelam = delta + gamma * gae_lambda * lastgaelam if continues[t] else delta
+        advantages[t] = lastgaelam
     return advantages
 
 
 class Batch(NamedTuple):
-    images: torch.Tensor  # their numbers; in a minibatch the images themselves, a list
+    stacks: torch.Tensor
     vectors: torch.Tensor
     masks: torch.Tensor
     actions: torch.Tensor
     logprobs: torch.Tensor
-    values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
+    values: torch.Tensor
+    # PPO does not need these columns. They are here for losses of your own
+    next_stacks: torch.Tensor
+    next_vectors: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
 
 
 @torch.no_grad()
-def make_batch(agent, rollout, used, reward_scale, args):
-    """The rows `used`, agent by agent, each agent's in time: CleanRL differs (6). Its open row is its bootstrap."""
-    order = np.argsort(rollout.slot[: rollout.count], kind="stable")
-    order = order[rollout.slot[order] >= 0]
-    place, closed = np.zeros(rollout.count, int), np.zeros(rollout.count, bool)
-    place[order], closed[rollout.closed[: rollout.num_closed]] = np.arange(len(order)), True
-    closed, ended, rewards = closed[order], rollout.ended[order], rollout.rewards[order]
+def make_batch(agent, rollout, all_images, batch_size, reward_scale, args):
+    """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages.
 
-    # Log-probs and values are acting's, but of rows that ask now, final observations, and rows older than the weights.
-    rows = np.flatnonzero(~rollout.judged[: rollout.count])
-    agent.eval()
-    logprobs, _, values = agent(*fast.tensors(args.device, *rollout.seen(rows), rollout.actions[rows]))
+    `all_images` is what Frames.images() returns.
+    """
+    # Log-probs and values were computed when acting. Where that was before the last update (pending
+    # decisions, and rows beyond the last batch) they are computed again with the current weights
+    agent.eval()  # as when acting: no dropout
+    stale = np.flatnonzero(rollout.stale[: rollout.size])
+    if len(stale):
+        _, logprobs, _, values = agent.get_action_and_value(
+            stacked(all_images, torch.as_tensor(rollout.stacks[stale], device=args.device)),
+            torch.as_tensor(rollout.vectors[stale], device=args.device),
+            torch.as_tensor(rollout.masks[stale], device=args.device),
+            torch.as_tensor(rollout.actions[stale], device=args.device),
+        )
+        rollout.logprobs[stale] = logprobs.cpu()
+        rollout.values[stale] = values.cpu()
+
+    # The sort by slot is stable, so the rows of each agent stay in the order of time
+    order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    advantages = compute_advantages(agent, rollout, all_images, order, reward_scale, args)
     agent.train()
-    rollout.logprobs[rows], rollout.values[rows] = logprobs.cpu(), values.cpu()
-    value = rollout.values[order].astype(float)
-    next_values = np.where(closed & ~ended, np.roll(value, -1), 0.0)
-    next_values[place[list(rollout.finals)]] = rollout.values[list(rollout.finals.values())]
 
-    rewards = np.clip(rewards * reward_scale, -10, 10) if args.norm_reward else rewards
-    goes_on = closed & ~ended & np.roll(closed, -1)
-    columns = (x.tolist() for x in (rewards, value, next_values, goes_on))
-    advantages = np.array(gae(*columns, args.gamma, args.gae_lambda), np.float32)
-    places = np.sort(place[used])
-    advantages, rows = advantages[places], order[places]
-    columns = [getattr(rollout, name)[rows] for name in rollout.OBS + rollout.ACT]
-    return Batch(*fast.tensors(args.device, *columns, advantages, advantages + rollout.values[rows]))
+    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer: it
+    # repeats some
+    used = np.resize(np.flatnonzero(order < batch_size), batch_size)
+    rows = order[used]
+    values = torch.as_tensor(rollout.values[rows], device=args.device)
+    return Batch(
+        torch.as_tensor(rollout.stacks[rows], device=args.device),
+        torch.as_tensor(rollout.vectors[rows], device=args.device),
+        torch.as_tensor(rollout.masks[rows], device=args.device),
+        torch.as_tensor(rollout.actions[rows], device=args.device),
+        torch.as_tensor(rollout.logprobs[rows], device=args.device),
+        advantages[used],
+        advantages[used] + values,
+        values,
+        torch.as_tensor(rollout.next_stacks[rows], device=args.device),
+        torch.as_tensor(rollout.next_vectors[rows], device=args.device),
+        torch.as_tensor(rollout.terminated[rows], device=args.device),
+        torch.as_tensor(rollout.truncated[rows], device=args.device),
+    )
 
 
-def loss(agent, mb, args):
-    """The objective on a minibatch, and what is logged of it. Whatever is read from args stays live when compiled."""
-    newlogprob, entropy, newvalue = agent(mb.images, mb.vectors, mb.masks, mb.actions)
+def compute_advantages(agent, rollout, all_images, order, reward_scale, args):
+    """Return the advantages of all rows, sorted by `order`: SB3 differs (8)."""
+    rewards = rollout.rewards[order]
+    slots = rollout.slots[order]
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    is_last = np.append(slots[1:] != slots[:-1], True)
+    continues = ~(is_last | terminated | truncated)
+
+    # The next value is that of the next row, of the next observation where no row follows, or 0
+    # after a termination
+    values = rollout.values[order].astype(float)
+    next_values = np.append(values[1:], 0.0)
+    bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
+    next_stacks = torch.as_tensor(rollout.next_stacks[order[bootstraps]], device=args.device)
+    next_vectors = torch.as_tensor(rollout.next_vectors[order[bootstraps]], device=args.device)
+    next_images = stacked(all_images, next_stacks)
+    next_values[bootstraps] = agent.get_value(next_images, next_vectors).cpu()
+    next_values[terminated] = 0.0
+
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Lists, because Python reads single numbers from them faster than from arrays
+    columns = [column.tolist() for column in (rewards, values, next_values, continues)]
+    advantages = gae(*columns, args.gamma, args.gae_lambda)
+    return torch.tensor(advantages, dtype=torch.float32, device=args.device)
+
+
+def ppo_loss(agent, images, mb, args):
+    """Return the loss of a minibatch and the metrics to log. `images` are those of mb.stacks."""
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(
+        images, mb.vectors, mb.masks, mb.actions
+    )
     logratio = newlogprob - mb.logprobs
     ratio = logratio.exp()
-    advantages = mb.advantages
-    if args.norm_adv and len(advantages) > 1:
-        advantages = ranks.normalized(advantages)
-    pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)).mean()
+
+    # Policy loss
+    mb_advantages = mb.advantages
+    if args.norm_adv and len(mb_advantages) > 1:
+        mb_advantages = distributed.normalize(mb_advantages)
+    pg_loss1 = -mb_advantages * ratio
+    pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+    # Value loss: SB3 differs (2)
     v_loss = (newvalue - mb.returns) ** 2
     if args.clip_vloss:  # SB3 differs (3)
-        v_clipped = mb.values + (newvalue - mb.values).clamp(-args.clip_coef, args.clip_coef)
+        v_clipped = mb.values + torch.clamp(newvalue - mb.values, -args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - mb.returns) ** 2)
-    v_loss = 0.5 * v_loss.mean()  # SB3 differs (2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
     metrics = {
         "losses/policy_loss": pg_loss,
         "losses/value_loss": v_loss,
-        "losses/entropy": entropy,
-        "losses/approx_kl": (ratio - 1 - logratio).mean(),
+        "losses/entropy": entropy_loss,
+        "losses/approx_kl": ((ratio - 1) - logratio).mean(),
         "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
-    return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, metrics
+    return loss, metrics
 
 
-def adam(weights, grad, exp_avg, exp_avg_sq, rate, correction):
-    """Adam in place, on all weights at once. The last two: see adam_numbers()."""
-    exp_avg.lerp_(grad, 0.1)
-    exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
-    weights.sub_(rate * exp_avg / (exp_avg_sq.sqrt() * correction + 1e-5))
+def update(agent, optimizer, images, mb, grad_weight, args):
+    """Make one optimizer step on a minibatch, and return the metrics.
+
+    images: the images of mb.stacks
+    grad_weight: the weight of this rank's gradients in a distributed run
+    """
+    optimizer.zero_grad()
+    loss, metrics = ppo_loss(agent, images, mb, args)
+    loss.backward()
+    distributed.average_gradients(agent.parameters(), grad_weight)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
+    optimizer.step()
+    metrics["losses/grad_norm"] = grad_norm
+    return fast.detach(metrics)
 
 
-def adam_numbers(step, lr):
-    """Adam's learning rate and bias correction, worked out once and not at every weight, as a compiled kernel would."""
-    return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
+@torch.no_grad()
+def approx_kl(agent, images, mb, args):
+    """Return the approximate KL divergence on a minibatch, before its update."""
+    _, metrics = ppo_loss(agent, images, mb, args)
+    return distributed.average(metrics["losses/approx_kl"])
 
 
-def update(args, objective, weights, exp_avg, exp_avg_sq, mb, rows, *numbers):
-    """One step on a minibatch. objective: loss() as a function of the agent's weights too; rows: of this rank's batch,
-    which is what it weighs."""
-    leaf = weights.detach().requires_grad_()
-    value, metrics = objective.of([leaf], mb, args)
-    (grad,) = torch.autograd.grad(value, leaf)
-    with torch.no_grad():
-        grad = ranks.mean(grad, rows)
-        grad_norm = grad.norm()
-        adam(weights, grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1), exp_avg, exp_avg_sq, *numbers)
-    return {name: x.detach() for name, x in metrics.items()} | {"losses/grad_norm": grad_norm}
+def play(agent, spec, num_envs):
+    """Return the function that evaluate.evaluate() needs. It remembers the last images."""
+    act = fast.Acting(agent, enabled=False, deterministic=True)
+    frames = Frames(spec["images"], spec["stack"], num_envs, 4 * num_envs * (1 + spec["stack"]))
 
-
-def minibatches(batch_size, minibatch_size, args):
-    """Rows, epoch by epoch: CleanRL differs (6)."""
-    for _ in range(args.update_epochs):
-        yield from torch.as_tensor(np.random.permutation(batch_size), device=args.device).split(minibatch_size)
-
-
-def play(agent, spec, n):
-    """For policies.evaluate(): a policy that remembers images."""
-    act, frames = fast.Acting(agent, deterministic=True).module, Frames(spec, n, 4 * n * (1 + spec["stack"]))
-
-    def play(obs, infos, who, begins):
-        frames.begins[:] = begins
-        stacks, vectors, masks = frames.see(obs, infos, who)
+    def get_env_actions(obs, infos, slots, new_episode):
+        frames.new_episode[:] = new_episode
+        stacks = frames.add(slots, obs)
         images = stacked(frames.images(), stacks)
-        frames.forget(stacks)
-        return act(images, vectors, masks)[1]
+        frames.keep(stacks)
+        vectors, masks = get_vectors_and_masks(obs, infos, slots, spec)
+        _, env_actions, _, _ = act(images, vectors, masks)
+        return env_actions
 
-    return play
+    return get_env_actions
 
 
 def train(args, resumed=None):
-    """resumed: path and content of a checkpoint to go on from."""
+    """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
     with runs.Run(args, __file__, make_envs, resumed) as run:
-        envs, n = run.envs, run.envs.num_envs
-        spec, (batch_size, minibatch_size, num_iterations) = describe(args, envs), runs.batches(args, n)
-        total = num_iterations * batch_size * ranks.SIZE
-        fast.keep_freed_memory(2**30, 2**31 - 1)
+        envs = run.envs
+        num_agents = envs.num_envs
+        spec = describe(args, envs)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
+        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
+        # num_agents rows too many. Final observations are images in addition to those of the rows
         agent = Agent(spec, args).to(args.device)
-        weights, return_rms, ent_coef = fast.Vector(agent), Normalizer(), args.ent_coef
-        optimizer = {"exp_avg": torch.zeros_like(weights.data), "exp_avg_sq": torch.zeros_like(weights.data), "step": 0}
-        objective, act = fast.Functional(loss, agent, weights), fast.Acting(agent).module
-        step = run.compiled(update, num_iterations * args.update_epochs * args.num_minibatches)
-        rollout = Rollout(2 * batch_size + 6 * n, n, spec)  # twice the rows: final observations are such, too
-        env_actions = np.zeros((n, *envs.single_action_space.shape), envs.single_action_space.dtype)
-        flat_actions = env_actions.reshape(n, spec["action_dim"])
-        kept = {"optimizer": optimizer, "return_rms": return_rms}
-        running = {"discounted": rollout.discounted, "frames": rollout.frames}
-        words = f"batches of {batch_size}, minibatches of {minibatch_size}"
-        next_obs, infos = run.start(words, total, spec, agent, kept, play, running=running)
+        optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+        return_rms = Normalizer()
+        num_images = 2 * batch_size + num_agents * spec["stack"]
+        frames = Frames(spec["images"], spec["stack"], num_agents, num_images)
+        rollout = Rollout(batch_size + num_agents, frames, spec)
+        action_space = envs.single_action_space
+        env_actions = np.zeros((num_agents, *action_space.shape), action_space.dtype)
+        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
+        initial_ent_coef = args.ent_coef
+
+        # Acceleration. numpy has no convolutions, so fast.Acting acts with torch here. run.compile
+        # compiles the update in long runs; learning rates and floats of args stay live. --no-fast
+        # switches it off and computes the same.
+        act = fast.Acting(agent, enabled=False)
+        num_updates = num_iterations * args.update_epochs * args.num_minibatches
+        compiled_update = run.compile(update, num_updates)
+        fast.keep_freed_memory(2**30, 2**31 - 1)  # the activations of one update are large
+
+        # Start or resume. Checkpoints have the agent and `keep`, and `episodes` where the envs can
+        # be restored
+        next_obs, infos = run.start(
+            agent,
+            spec,
+            total_timesteps,
+            keep={"optimizer": optimizer, "return_rms": return_rms},
+            episodes={"running_returns": rollout.running_returns, "frames": frames},
+            play=play,
+            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+        )
+
+        # Agents decide at their own pace. After each step, infos says of each slot:
+        #   ready      it requests an action now: its rows of next_obs and action_mask are new
+        #   closed     the reward of its last action has arrived
+        #   restarted  its game crashed and was started again: its last action never gets a reward
         ready = np.flatnonzero(infos["ready"])
-        rollout.open(ready, next_obs, infos)
+        if frames.size == 0:  # otherwise a checkpoint has restored the images of running episodes
+            frames.add(ready, next_obs)
 
         for iteration in run.iterations():
-            left = 1 - run.global_step / total
-            lr = args.learning_rate * (left if args.anneal_lr else 1)  # SB3 differs (4)
+            # Annealing: SB3 differs (4)
+            remaining = 1 - run.global_step / total_timesteps
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                args.ent_coef = ent_coef * left
-            # Convolutions are worth all cores. But while agents act, workers and players need them.
-            torch.set_num_threads(fast.THREADS if getattr(envs, "num_workers", None) == 0 else 1)
-            agent.eval()
-            while not run.enough(rollout.num_closed, batch_size):
-                actions, flat_actions[ready], logprobs, values = act(*rollout.seen(rollout.row[ready]))
-                rollout.act(ready, actions, logprobs, values)
-                run.spent("act")
+                args.ent_coef = initial_ent_coef * remaining
+
+            # Collect a rollout. Convolutions use all cores, unless workers or games need them
+            envs_in_this_process = getattr(envs, "num_workers", None) == 0
+            torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
+            agent.eval()  # or else fast.Acting would change the mode at every step
+            while not run.has_enough(rollout.size, batch_size):
+                # Act for the agents that request an action
+                stacks = frames.last[ready]
+                vectors, masks = get_vectors_and_masks(next_obs, infos, ready, spec)
+                images = stacked(frames.images(), stacks)
+                actions, flat_actions[ready], logprobs, values = act(images, vectors, masks)
+                rollout.decide(ready, stacks, vectors, masks, actions, logprobs, values)
+                run.spent("act")  # the time since the last call
+
+                # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)
+                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+
+                # Store the new images, and the decisions whose reward has arrived
                 if "restarted" in infos:
-                    rollout.drop(np.flatnonzero(infos["restarted"]))
-                (closed,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
-                rollout.close(closed, reward, terminated, truncated, infos, args.gamma)
-                rollout.open(ready, next_obs, infos)
+                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                frames.new_episode |= terminated | truncated
+                ready = np.flatnonzero(infos["ready"])
+                frames.add(ready, next_obs)
+                closed = np.flatnonzero(infos["closed"])
+                rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
             run.spent("act")
 
+            # Advantages
             torch.set_num_threads(fast.THREADS)
-            images, metrics = rollout.frames.images(args.device), []
-            used, num_rows = ranks.filled(rollout.closed[: rollout.num_closed], batch_size)
-            batch = make_batch(agent, rollout, used, return_rms.scale.item(), args)
-            for mb_inds in minibatches(batch_size, minibatch_size, args):
-                mb = Batch(stacked(images, batch.images[mb_inds]), *(x[mb_inds] for x in batch[1:]))
-                state = weights.data, optimizer["exp_avg"], optimizer["exp_avg_sq"]
-                before = [x.clone() for x in state] if args.target_kl is not None else None
-                mb_metrics = step(args, objective, *state, mb, num_rows, *adam_numbers(optimizer["step"] + 1, lr))
-                if before and ranks.mean(mb_metrics["losses/approx_kl"]) > 1.5 * args.target_kl:  # CleanRL differs (7)
-                    for x, old in zip(state, before, strict=True):
-                        x.copy_(old)
+            num_rows = min(rollout.size, batch_size)
+            all_images = frames.images(args.device)
+            reward_scale = return_rms.scale.item()
+            batch = make_batch(agent, rollout, all_images, batch_size, reward_scale, args)
+
+            # Optimize the policy and the value function
+            metrics = []
+            stop = False
+            for epoch in range(args.update_epochs):
+                # CleanRL differs (6)
+                b_inds = torch.as_tensor(np.random.permutation(batch_size), device=args.device)
+                for mb_inds in b_inds.split(minibatch_size):
+                    # The number of all images changes, so this is not part of the compiled update
+                    mb = Batch(*(column[mb_inds] for column in batch))
+                    mb_images = stacked(all_images, mb.stacks)
+                    if args.target_kl is not None:  # CleanRL differs (7)
+                        stop = approx_kl(agent, mb_images, mb, args) > 1.5 * args.target_kl
+                    if stop:
+                        break
+                    mb_metrics = compiled_update(
+                        agent, optimizer, mb_images, mb, float(num_rows), args
+                    )
+                    metrics.append(mb_metrics)
+                if stop:
                     break
-                optimizer["step"] += 1
-                metrics.append(mb_metrics)
+
+            # Update the statistics of vectors and returns: SB3 and CleanRL differ (1)
             if args.norm_obs and spec["vector"]:
-                agent.obs_rms.update(batch.vectors)
-            return_rms.update(torch.as_tensor(rollout.returns[used]))
-            rollout.forget(used)
+                b_vectors = torch.as_tensor(rollout.vectors[:num_rows], device=args.device)
+                agent.obs_rms.update(b_vectors)
+            return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))
+            rollout.remove(num_rows)
             run.spent("learn")
-            explained_variance = 1 - (batch.advantages.var() / batch.returns.var()).item()
-            run.log(fast.means(metrics) | {"losses/explained_variance": explained_variance, "charts/learning_rate": lr})
+
+            # Log
+            scalars = fast.means(metrics)
+            scalars["losses/explained_variance"] = (
+                1 - (batch.advantages.var() / batch.returns.var()).item()
+            )
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(scalars)
 
 
 def main():
-    more = {"play": play, "free": ["num_workers"]}
-    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, **more)
+    runs.main(
+        __file__,
+        doc=__doc__,
+        Args=Args,
+        presets=PRESETS,
+        train=train,
+        Agent=Agent,
+        make_envs=make_envs,
+        describe=describe,
+        check=check,
+        play=play,
+        free=["num_workers"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,38 +1,48 @@
-"""Soft actor-critic for continuous actions, one policy for all agents: Unity, Godot and gymnasium.
+"""Soft actor-critic (SAC) for continuous actions: one policy for all agents of a Unity scene, a Godot
+game or gymnasium environments.
 
-    python sac_continuous.py --env-id 3DBall                        a bundled scene: no Unity needed
+    python sac_continuous.py --env-id 3DBall                        a bundled Unity scene, no Unity
+    needed
     python sac_continuous.py --unity-path ./Builds/MyScene          your Unity build
     python sac_continuous.py --godot-path ./my_game                 your Godot game
-    python sac_continuous.py --env-id HalfCheetah-v5                any gymnasium env with bounded continuous actions
-    python sac_continuous.py --evaluate runs/NAME --capture-video   also --resume and --export runs/NAME
+    python sac_continuous.py --env-id HalfCheetah-v5                any gymnasium env with bounded
+    continuous actions
+    python sac_continuous.py --evaluate runs/NAME --capture-video   also --resume and --export
+    runs/NAME
 
-A transition enters the buffer when it is closed, by its agent's next decision or by its end: the right reward, the
-right next observation, and terminated for true ends only, whatever the agents' pace. While players simulate, the
-learner updates: the policy that acts is then behind by the updates of one step, and --no-overlap does one after the
-other, as it is with gymnasium's own envs.
+Agents in a game request decisions at their own pace. A transition is stored when its reward has
+arrived: with the next decision of the same agent, or at the end of its episode. Only real ends are
+stored as terminated, time limits are not.
 
-What differs from Stable-Baselines3 (SB3) and from CleanRL; the numbers stand at the lines:
- 1. SB3 and CleanRL train once per step of all envs. Here --updates-per-step counts updates per decision, whoever made
-    it.
- 2. SB3 bounds log std to [-20, 2] by clipping, as we do; CleanRL squashes it into [-5, 2].
- 3. SB3's and our log-probs and critics know actions between -1 and 1; CleanRL's know the env's units, which shifts the
-    entropy.
- 4. SB3 and we take half the critics' mse, one learning rate for all, and the temperature's loss with log alpha, on the
-    policy's sample; CleanRL takes the whole mse, 1e-3 for critics and temperature, alpha in its loss, and does it last,
-    with actions sampled anew.
- 5. SB3 and CleanRL store observations twice, or once with next observations that are wrong at ends. Here each is stored
-    once, and exactly.
- 6. SB3 has no normalisation of observations; --norm-obs keeps the buffer raw and applies the present statistics to what
-    is sampled.
- 7. CleanRL's policy_frequency makes up for the steps it left out; ours updates policy and temperature once in so many
-    updates.
- 8. The twin critics are one batched product, Adam works on flat vectors: sums in another order, so parity with SB3
-    holds to rounding.
+Players simulate in their own processes, and the networks are updated meanwhile. The policy that
+acts is then older by the updates of one step. With --no-overlap, and with gymnasium's own vector
+envs, the updates follow the step.
+
+Differences from Stable-Baselines3 (SB3) and CleanRL, numbered as in the comments at the lines:
+ 1. SB3 and CleanRL train once per step of all envs. Here --updates-per-step is the number of
+    updates per decision, and the decisions of all agents count.
+ 2. SB3 and we clip the log std to [-20, 2]. CleanRL squashes it into [-5, 2].
+ 3. In SB3 and here, log-probs and Q networks use actions between -1 and 1. CleanRL uses the units
+    of the env, which shifts the entropy.
+ 4. SB3 and we use half the mean squared error for the critics, one learning rate for everything,
+    and a temperature loss with log_alpha and the actions of the policy update. CleanRL uses the
+    whole mean squared error, 1e-3 for critics and temperature, and a temperature loss with alpha
+    and newly sampled actions after the policy update.
+ 5. SB3 and CleanRL store each observation twice, or once with wrong next observations at the ends
+    of episodes. Here it is stored once, and all next observations are right.
+ 6. SB3's and CleanRL's SAC do not normalize observations. With --norm-obs the replay buffer has raw
+    observations, and the networks normalize what is sampled with the current statistics.
+ 7. CleanRL makes up for the policy updates that policy_frequency skips. Here policy and temperature
+    are updated once in policy_frequency updates.
+ 8. Both Q networks are computed by one batched product per layer, which adds in another order. So
+    parity with SB3 holds up to rounding.
 """
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads are for larger products than a policy's
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # a policy's matrix products are too small for several threads
 
 import math
 from copy import deepcopy
@@ -44,59 +54,61 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-import fast
-import ranks
-import runs
-from envs.vector import make_envs
+from envs.make import make_envs
+from onefile_rl import distributed, fast, runs
+from onefile_rl.normalizer import Normalizer
 
 
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
-    """part of the run's name"""
+    """the name of this experiment, part of the run's folder"""
     env_id: str = "Crawler"
     """a bundled scene (3DBall, Crawler, GodotDiscs), a gymnasium id, or module:id"""
     learning_rate: float = 3e-4
-    """of Adam, for policy, critics and temperature"""
+    """the learning rate of the optimizers of policy, Q networks and temperature"""
     buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
+    """the number of transitions in the replay buffer"""
     save_buffer: bool = False
-    """save the replay buffer with each checkpoint; without it a resumed run fills a new one before it learns on"""
+    """save the replay buffer with each checkpoint; otherwise a resumed run fills a new one first"""
     learning_starts: int = 10_000
-    """decisions before the first update; they are taken at random"""
+    """the number of decisions before the first update; their actions are random"""
     batch_size: int = 256
-    """transitions per update"""
+    """the number of transitions per update"""
     updates_per_step: float = 1.0
-    """updates per decision, of all agents together; fractions are allowed, 0 collects without learning"""
+    """updates per decision of any agent; fractions are allowed, 0 collects data without learning"""
     policy_frequency: int = 1
-    """updates of the critics for each one of policy and temperature"""
+    """updates of the Q networks per update of policy and temperature"""
     overlap: bool = True
-    """update while players or EnvPool simulate"""
+    """update the networks while players or EnvPool simulate"""
     gamma: float = 0.99
-    """discount per decision"""
+    """the discount factor per decision"""
     tau: float = 0.005
-    """how far the target critics follow at each update"""
+    """the share by which the target networks approach the Q networks at each update"""
     alpha: float = 1.0
-    """temperature: the weight of the entropy, at the start"""
+    """the initial temperature, which is the weight of the entropy"""
     autotune: bool = True
-    """let the temperature follow the target entropy"""
+    """adjust the temperature so that the entropy reaches target_entropy"""
     target_entropy: float | None = None
-    """default: minus the number of actions"""
+    """the target of autotune; default: minus the number of action dimensions"""
     norm_obs: bool = False
-    """normalise observations by their running mean and variance"""
+    """normalize observations by their running mean and variance"""
     min_obs_std: float = 0.01
-    """the smallest std to divide by: what hardly moves in training may move in Unity; 0 is SB3's"""
+    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
     hidden_sizes: tuple[int, ...] = (256, 256)
-    """widths of the layers of policy and critics"""
+    """the widths of the hidden layers of policy and Q networks"""
     activation: Literal["relu", "silu"] = "relu"
-    """between the layers; silu is what ML-Agents' networks have, there called swish"""
+    """the activation function; silu is ML-Agents' swish"""
 
 
-# ML-Agents' official settings for its scenes; whatever the command line says wins. The temperatures start at a tenth
-# and a twentieth of the official ones: beside rewards this small a random policy would be worth more than a good one
-# for the first hundred thousands of decisions.
-REACHER = dict(total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128)
-REACHER |= dict(learning_rate=1e-3, gamma=0.95, hidden_sizes=(128, 128))
+# Settings for single environments. Options on the command line take precedence.
+# 3DBall and Crawler: ML-Agents' official settings, with a lower initial temperature, a tenth and a
+# twentieth of the official one. With rewards this small, entropy would otherwise outweigh them for
+# the first 100,000s of decisions.
+REACHER = dict(
+    total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128, learning_rate=1e-3, gamma=0.95,
+    hidden_sizes=(128, 128),
+)  # fmt: skip
 PRESETS = {
     "3DBall": dict(
         total_timesteps=200_000, buffer_size=200_000, learning_starts=1_000, batch_size=64, updates_per_step=0.1,
@@ -110,201 +122,140 @@ PRESETS = {
         total_timesteps=40_000, buffer_size=50_000, learning_starts=1_000, batch_size=128, updates_per_step=0.2,
         learning_rate=1e-3, gamma=0.98, alpha=0.05, norm_obs=True, hidden_sizes=(64, 64),
     ),
-    **dict.fromkeys(("Reacher2Dof-v0", "Reacher3Dof-v0", "Reacher6Dof-v0", "ReacherPlane-v0"), REACHER),
+    "Reacher2Dof-v0": REACHER,
+    "Reacher3Dof-v0": REACHER,
+    "Reacher6Dof-v0": REACHER,
+    "ReacherPlane-v0": REACHER,
 }  # fmt: skip
-REPORT = 1000  # decisions between two rows of a curve
-COLUMNS = ("obs", "actions", "rewards", "terminated", "next_row", "owner")  # of the buffer
+LOG_INTERVAL = 1000  # decisions between two points of the logged curves
 
 
 def check(args):
-    above_0 = ("learning_rate", "buffer_size", "batch_size", "policy_frequency", "alpha", "hidden_sizes")
-    from_0, from_0_to_1 = ("learning_starts", "updates_per_step", "min_obs_std"), ("gamma", "tau")
-    runs.check(args, above_0, from_0, from_0_to_1, at_most={"updates_per_step": 1_000, "hidden_sizes": 2**16})
+    """Refuse arguments that can't work, before any work starts."""
+    runs.check(
+        args,
+        above_0=(
+            "learning_rate",
+            "buffer_size",
+            "batch_size",
+            "policy_frequency",
+            "alpha",
+            "hidden_sizes",
+        ),
+        from_0=("learning_starts", "updates_per_step", "min_obs_std"),
+        from_0_to_1=("gamma", "tau"),
+        at_most={"updates_per_step": 1_000, "hidden_sizes": 2**16},
+    )
     if args.total_timesteps <= args.learning_starts and args.updates_per_step:
-        nothing = f"nothing would be learned before --learning-starts {args.learning_starts}"
-        raise ValueError(f"--total-timesteps {args.total_timesteps}: {nothing}")
+        fix = f"nothing would be learned, give more than --learning-starts {args.learning_starts}"
+        raise ValueError(f"--total-timesteps {args.total_timesteps}: {fix}")
 
 
 def describe(args, envs):
+    """Return the env in plain numbers. Refuse actions without bounds."""
     spec = runs.describe(args, envs)
     if not np.isfinite([spec["low"], spec["high"]]).all():
-        other = "SAC squashes them between bounds; ppo_continuous_multiagent.py takes them"
-        raise ValueError(f"{args.env_id} has actions without bounds: {other}")
+        reason = "SAC needs bounds; ppo_continuous_multiagent.py takes them"
+        raise ValueError(f"{args.env_id} has actions without bounds: {reason}")
     return spec
 
 
-class Normalizer(nn.Module):
-    """Running mean and variance, in double precision, as buffers: saved and loaded with whatever they belong to."""
-
-    def __init__(self, *shape, least=0.0):
-        super().__init__()
-        self.least = least
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("shift", torch.zeros(shape))  # the same in single precision, as they are put to use
-        self.register_buffer("scale", torch.ones(shape))
-
-    def forward(self, x):
-        return ((x - self.shift) * self.scale).clamp(-10.0, 10.0)
-
-    def update(self, batch):
-        mean, var, count = ranks.moments(batch)
-        delta, total = mean - self.mean, self.count + count
-        self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
-        self.mean += delta * count / total
-        self.count += count
-        self.shift.copy_(self.mean)
-        self.scale.copy_(torch.rsqrt((self.var + 1e-8).clamp(min=self.least**2)))
+def check_buffer_size(args, spec, num_agents):
+    """Return how many bytes the replay buffer needs. Refuse a size that is too small, or too large
+    for the memory."""
+    if args.buffer_size < max(num_agents, args.batch_size):
+        smallest = f"--batch-size {args.batch_size} and the number of agents, {num_agents}"
+        raise ValueError(f"--buffer-size {args.buffer_size}: must be at least {smallest}")
+    bytes_per_row = 4 * spec["obs_dim"] + 4 * spec["action_dim"] + 24
+    num_bytes = (args.buffer_size + num_agents) * bytes_per_row
+    runs.check_memory("--buffer-size", args.buffer_size, num_bytes)
+    return num_bytes
 
 
-def mlp(sizes, activation, out):
+def mlp(sizes, activation, num_outputs):
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
-        layers += [nn.Linear(a, b), {"relu": nn.ReLU, "silu": nn.SiLU}[activation]()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], out))
+    for size_in, size_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers.append(nn.Linear(size_in, size_out))
+        layers.append({"relu": nn.ReLU, "silu": nn.SiLU}[activation]())
+    layers.append(nn.Linear(sizes[-1], num_outputs))
+    return nn.Sequential(*layers)
 
 
-class Critics(nn.Module):
-    """Several Q functions side by side: each layer is one batched product."""
+class SoftQNetworks(nn.Module):
+    """`num_critics` Q networks side by side: CleanRL's qf1 and qf2 in one module.
 
-    def __init__(self, sizes, activation, count=2):
+    The weights of the networks are stacked, so each layer is one batched matrix product for all.
+    """
+
+    def __init__(self, sizes, activation, num_critics=2):
         super().__init__()
-        self.count, self.activation = count, {"relu": nn.functional.relu, "silu": nn.functional.silu}[activation]
-        linear = [[nn.Linear(a, b) for a, b in zip(sizes, (*sizes[1:], 1), strict=True)] for _ in range(count)]
-        layers = list(zip(*linear, strict=True))
-        self.weights = nn.ParameterList(torch.stack([one.weight.detach().T for one in layer]) for layer in layers)
-        self.biases = nn.ParameterList(torch.stack([one.bias.detach()[None] for one in layer]) for layer in layers)
+        self.num_critics = num_critics
+        self.activation = {"relu": nn.functional.relu, "silu": nn.functional.silu}[activation]
+        self.weights = nn.ParameterList()  # one per layer: (num_critics, inputs, outputs)
+        self.biases = nn.ParameterList()  # one per layer: (num_critics, 1, outputs)
+        networks = [mlp(sizes, activation, 1) for _ in range(num_critics)]
+        for layers in zip(*networks, strict=True):
+            if isinstance(layers[0], nn.Linear):
+                self.weights.append(torch.stack([layer.weight.detach().T for layer in layers]))
+                self.biases.append(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
-    def forward(self, normalized_obs, action):
-        x = torch.cat([normalized_obs, action], 1).expand(self.count, -1, -1)
-        *layers, (weight, bias) = zip(self.weights, self.biases, strict=True)
-        for w, b in layers:
-            x = self.activation(torch.baddbmm(b, x, w))
-        return (x * weight.mT).sum(2) + bias[..., 0]  # one output: no matrix product is worth its while
+    def forward(self, normalized_obs, action, frozen=False):
+        """Return the values of all networks, (num_critics, batch). `frozen`: compute no gradients of
+        the weights."""
+        layers = list(zip(self.weights, self.biases, strict=True))
+        if frozen:
+            layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
+        x = torch.cat([normalized_obs, action], 1).expand(self.num_critics, -1, -1)
+        for weight, bias in layers[:-1]:
+            x = self.activation(torch.baddbmm(bias, x, weight))
+
+        # The last layer has one output: a sum is faster than a matrix product
+        weight, bias = layers[-1]
+        return (x * weight.mT).sum(2) + bias[..., 0]
 
 
 class Agent(nn.Module):
-    """What acts, learns, is saved, evaluated and exported: the statistics of the observations are part of it. spec: the
+    """Actor, Q networks, temperature and the statistics of the observations. `spec` describes the
     env in plain numbers."""
 
     def __init__(self, spec, args):
         super().__init__()
-        obs_dim, action_dim = spec["obs_dim"], spec["action_dim"]
-        # SB3 differs (6)
-        self.obs_rms = Normalizer(obs_dim, least=args.min_obs_std) if args.norm_obs else nn.Identity()
-        self.actor = mlp((obs_dim, *args.hidden_sizes), args.activation, 2 * action_dim)  # mean and log std
+        obs_dim = spec["obs_dim"]
+        action_dim = spec["action_dim"]
+        self.obs_rms = nn.Identity()
+        if args.norm_obs:  # SB3 differs (6)
+            self.obs_rms = Normalizer(obs_dim, min_std=args.min_obs_std)
+
+        # The actor has two outputs per action dimension: mean and log std
+        self.actor = mlp((obs_dim, *args.hidden_sizes), args.activation, 2 * action_dim)
         self.log_alpha = nn.Parameter(torch.tensor([math.log(args.alpha)]))
-        self.critics = Critics((obs_dim + action_dim, *args.hidden_sizes), args.activation)
-        self.targets = deepcopy(self.critics).requires_grad_(False)
+        self.qf = SoftQNetworks((obs_dim + action_dim, *args.hidden_sizes), args.activation)
+        self.qf_target = deepcopy(self.qf).requires_grad_(False)
         self.bounds = runs.Bounds(spec)
 
-    def policy(self, obs):
-        """Mean and log std of the actions before they are squashed."""
+    def get_action(self, obs, noise=None):
+        """Return actions between -1 and 1, their log-probs, and the mean actions. Actions are sampled
+        with `noise`, standard normal numbers that are drawn here unless they are given."""
         mean, log_std = self.actor(self.obs_rms(obs)).chunk(2, 1)
-        return mean, log_std.clamp(-20.0, 2.0)  # CleanRL differs (2)
+        log_std = log_std.clamp(-20.0, 2.0)  # CleanRL differs (2)
+        if noise is None:
+            noise = torch.randn_like(mean)
+        action = torch.tanh(mean + log_std.exp() * noise)
+
+        # Log-density of a normal distribution, and of its squashing by tanh: CleanRL differs (3)
+        log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+        log_prob = log_prob - torch.log(1 - action**2 + 1e-6)
+        return action, log_prob.sum(1), torch.tanh(mean)
 
     def act(self, obs, deterministic=False):
-        """Actions between -1 and 1, as the critics see them, and as the env gets them."""
-        mean, log_std = self.policy(obs)
-        action = torch.tanh(mean if deterministic else mean + log_std.exp() * torch.randn_like(mean))
-        low, high = self.bounds.low, self.bounds.high
+        """Return the actions to learn from, between -1 and 1, and the same in the env's units."""
+        if deterministic:
+            _, _, action = self.get_action(obs, noise=0.0)  # so that no random numbers are drawn
+        else:
+            action, _, _ = self.get_action(obs)
+        low = self.bounds.low
+        high = self.bounds.high
         return action, action * (0.5 * (high - low)) + 0.5 * (high + low)
-
-    def forward(self, obs, noise):
-        """Sampled actions between -1 and 1, and their log-probs."""
-        mean, log_std = self.policy(obs)
-        action = torch.tanh(mean + log_std.exp() * noise)
-        logprob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-        logprob = logprob - torch.log(1 - action**2 + 1e-6)  # CleanRL differs (3)
-        return action, logprob.sum(1)
-
-
-class Buffer:
-    """Closed transitions in the order in which they were closed, the oldest overwritten. Each observation is stored
-    once: SB3 and CleanRL differ (5).
-
-    `obs` has a row for each transition, then one for each slot, its open decision, then those that ended episodes, of
-    which there are no more than transitions: memory that is never written to is never taken. `next_row` says in which
-    of them a transition's next observation is: the slot's next transition, which is overwritten later than this one, or
-    its open decision, or a final one.
-    """
-
-    def __init__(self, size, n, obs_dim, action_dim):
-        self.size, self.n, self.added = size, n, 0
-        self.obs = np.zeros((size + n + size, obs_dim), np.float32)
-        self.actions = np.zeros((size + n, action_dim), np.float32)
-        self.rewards, self.terminated = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        self.next_row, self.owner = np.zeros(size, int), np.zeros(size, int)
-        self.last = np.full(n, -1)  # each slot's last transition, if its next observation is the open decision's
-        self.used, self.free = size + n, []  # rows of obs; those that final observations left behind
-
-    def open(self, who, obs):
-        """These slots ask for actions."""
-        self.obs[self.size + who] = obs
-
-    def act(self, who, actions):
-        self.actions[self.size + who] = actions
-
-    def close(self, who, rewards, terminated, finals):
-        """What came of these slots' open decisions. finals: the final observations of the episodes that ended, by slot.
-        Then comes open()."""
-        count = np.arange(self.added, self.added + len(who))
-        rows, old = count % self.size, count[count >= self.size] % self.size
-        if len(old):  # overwritten now
-            ended = self.next_row[old]
-            self.free.extend(ended[ended >= self.size + self.n])
-            self.last[self.owner[old][self.last[self.owner[old]] == old]] = -1
-        self.added += len(who)
-        self.obs[rows], self.actions[rows] = self.obs[self.size + who], self.actions[self.size + who]
-        self.rewards[rows], self.terminated[rows] = rewards, terminated
-        self.owner[rows], self.next_row[rows] = who, self.size + who
-        before = self.last[who]
-        self.next_row[before[before >= 0]] = rows[before >= 0]
-        self.last[who] = rows
-        for slot, obs in finals.items():
-            self.put_aside(slot, obs)
-
-    def put_aside(self, slot, obs):
-        """The slot's last transition ends here, with this observation."""
-        if self.last[slot] >= 0:
-            row = self.free.pop() if self.free else self.used
-            self.used = max(self.used, row + 1)
-            self.next_row[self.last[slot]], self.obs[row] = row, obs
-            self.last[slot] = -1
-
-    def drop(self, who):
-        """These slots' open decisions will never be closed."""
-        for slot in who:
-            self.put_aside(slot, self.obs[self.size + slot])
-
-    def __len__(self):
-        return min(self.added, self.size)
-
-    def since(self, added):
-        """Observations of the transitions that came after so many."""
-        return self.obs[np.arange(max(added, self.added - self.size), self.added) % self.size]
-
-    def sample(self, batch_size):
-        rows = np.random.randint(0, len(self), batch_size)
-        obs, next_obs = self.obs.take(rows, 0), self.obs.take(self.next_row.take(rows), 0)
-        return obs, self.actions.take(rows, 0), self.rewards.take(rows), next_obs, self.terminated.take(rows)
-
-    def state(self):
-        state = {name: getattr(self, name)[: len(self)] for name in COLUMNS}
-        return state | {
-            "more": self.obs[self.size : self.used],
-            "last": self.last,
-            "free": self.free,
-            "added": self.added,
-        }
-
-    def restore(self, state):
-        for name in COLUMNS:
-            getattr(self, name)[: len(state[name])] = state[name]
-        self.used = self.size + len(state["more"])
-        self.obs[self.size : self.used] = state["more"]
-        self.last[:], self.free, self.added = state["last"], list(state["free"]), state["added"]
 
 
 class Batch(NamedTuple):
@@ -313,136 +264,311 @@ class Batch(NamedTuple):
     rewards: torch.Tensor
     next_obs: torch.Tensor
     terminated: torch.Tensor
-    noise: torch.Tensor
-    next_noise: torch.Tensor
 
 
-def critic_loss(agent, mb, args):
-    """The critics' objective, and what is logged of it. Whatever is read from args stays live when it is compiled."""
+class ReplayBuffer:
+    """The last `capacity` transitions. Each observation is stored once: SB3 and CleanRL differ (5).
+
+        row  obs  slots  actions  rewards  terminated  next_row
+        0    o0   0      a0       1.0      0           2         next decision of slot 0: row 2
+        1    o1   1      a1       0.5      0           6         end of an episode of slot 1: row 6
+        2    o2   0      a2       0.7      0           4         next decision of slot 0: pending
+        3    -                                                   not written yet
+        4    o3   = pending_obs[0], the decision that slot 0 is waiting on
+        5    o4   = pending_obs[1], the decision that slot 1 is waiting on
+        6    o5   the final observation of the episode that ended with row 1
+        ...
+
+    A slot is an agent's place in the vector env. Here the capacity is 4, and there are 2 slots.
+    `obs` has a row for each transition, then one for the pending decision of each slot, then those
+    of the final observations. `next_row` is the row of a transition's next observation.
+
+    A decision is stored when its reward has arrived, in place of the oldest row. An agent's next
+    decision is thus overwritten later than the decision before it, and `next_row` stays valid.
+    There are at most `capacity` final observations. Their memory is used only when it is written.
+    """
+
+    COLUMNS = ("slots", "obs", "actions", "rewards", "terminated", "next_row")
+
+    def __init__(self, capacity, num_slots, obs_dim, action_dim):
+        self.capacity = capacity
+        self.num_added = 0  # transitions since the start of the run
+        self.first_final = capacity + num_slots  # the first row of the final observations
+        self.obs = np.zeros((capacity + num_slots + capacity, obs_dim), np.float32)
+        self.pending_obs = self.obs[capacity : capacity + num_slots]  # a view
+        self.pending_actions = np.zeros((num_slots, action_dim), np.float32)
+        self.slots = np.zeros(capacity, int)
+        self.actions = np.zeros((capacity, action_dim), np.float32)
+        self.rewards = np.zeros(capacity, np.float32)
+        self.terminated = np.zeros(capacity, np.float32)
+        self.next_row = np.zeros(capacity, int)
+        self.last_row = np.full(num_slots, -1)  # the transition before the pending decision, or -1
+        self.end = self.first_final  # the end of the final observations
+        self.free_rows = []  # rows before the end whose final observation is not needed any more
+
+    def __len__(self):
+        return min(self.num_added, self.capacity)
+
+    def decide(self, slots, obs, actions):
+        """Remember the decisions of these slots until their rewards arrive."""
+        self.pending_obs[slots] = obs
+        self.pending_actions[slots] = actions
+
+    def add(self, slots, reward, terminated, truncated, next_obs, infos):
+        """Store the pending decisions of `slots`, whose rewards have arrived. The other arrays have
+        an entry for each slot of the env."""
+        numbers = np.arange(self.num_added, self.num_added + len(slots))
+        rows = numbers % self.capacity
+        self.forget(rows[numbers >= self.capacity])
+        self.num_added += len(slots)
+        self.slots[rows] = slots
+        self.obs[rows] = self.pending_obs[slots]
+        self.actions[rows] = self.pending_actions[slots]
+        self.rewards[rows] = reward[slots]
+        self.terminated[rows] = terminated[slots]
+
+        # The transition before has its next observation in the new row
+        last_row = self.last_row[slots]
+        has_last = last_row >= 0
+        self.next_row[last_row[has_last]] = rows[has_last]
+        self.last_row[slots] = rows
+
+        # The new row has its next observation in the pending decision
+        self.pending_obs[slots] = next_obs[slots]
+        self.next_row[rows] = self.capacity + slots
+
+        # After an end next_obs is the first observation of the next episode
+        done = terminated | truncated
+        for slot in slots[done[slots]]:
+            self.end_episode(slot, infos["final_obs"][slot])
+
+    def forget(self, rows):
+        """Remove the references to transitions that are about to be overwritten."""
+        if len(rows) == 0:
+            return
+        next_row = self.next_row[rows]
+        self.free_rows.extend(next_row[next_row >= self.first_final])
+        slots = self.slots[rows]
+        self.last_row[slots[self.last_row[slots] == rows]] = -1
+
+    def end_episode(self, slot, real_next_obs):
+        """Store the final observation of a slot's episode, as the next one of its last transition."""
+        last_row = self.last_row[slot]
+        if last_row < 0:
+            return
+        if self.free_rows:
+            row = self.free_rows.pop()
+        else:
+            row = self.end
+            self.end += 1
+        self.obs[row] = real_next_obs
+        self.next_row[last_row] = row
+        self.last_row[slot] = -1
+
+    def cut(self, slots):
+        """End the episodes of slots whose player was lost, as a time limit does. Their pending
+        decisions are never stored."""
+        for slot in slots:
+            self.end_episode(slot, self.pending_obs[slot])
+
+    def sample(self, batch_size, device):
+        """Return random transitions as tensors."""
+        rows = np.random.randint(0, len(self), batch_size)
+        columns = (
+            self.obs.take(rows, 0),
+            self.actions.take(rows, 0),
+            self.rewards.take(rows),
+            self.obs.take(self.next_row.take(rows), 0),
+            self.terminated.take(rows),
+        )
+        return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+
+    def obs_since(self, num_added):
+        """Return the observations that were stored after the first `num_added` transitions."""
+        first = max(num_added, self.num_added - self.capacity)
+        return self.obs[np.arange(first, self.num_added) % self.capacity]
+
+    def state(self):
+        """Return the content for a checkpoint, without actions that have no reward yet."""
+        columns = {name: getattr(self, name)[: len(self)] for name in self.COLUMNS}
+        return columns | {
+            "pending_and_final_obs": self.obs[self.capacity : self.end],
+            "last_row": self.last_row,
+            "free_rows": self.free_rows,
+            "num_added": self.num_added,
+        }
+
+    def restore(self, state):
+        for name in self.COLUMNS:
+            column = getattr(self, name)
+            column[: len(state[name])] = state[name]
+        self.end = self.capacity + len(state["pending_and_final_obs"])
+        self.obs[self.capacity : self.end] = state["pending_and_final_obs"]
+        self.last_row[:] = state["last_row"]
+        self.free_rows = list(state["free_rows"])
+        self.num_added = state["num_added"]
+
+
+def update_critics(agent, q_optimizer, mb, next_noise, args):
+    """Make one optimizer step of the Q networks, and move the target networks towards them.
+    `next_noise` is the noise of the next actions."""
     alpha = agent.log_alpha.exp().detach()
+
+    # Target: reward + discounted soft value of the next observation, 0 after a termination
     with torch.no_grad():
-        next_actions, next_logprob = agent(mb.next_obs, mb.next_noise)
-        next_values = agent.targets(agent.obs_rms(mb.next_obs), next_actions).amin(0) - alpha * next_logprob
-        backup = mb.rewards + args.gamma * (1 - mb.terminated) * next_values
-    qf_values = agent.critics(agent.obs_rms(mb.obs), mb.actions)
-    qf_loss = 0.5 * ((qf_values - backup) ** 2).mean(1).sum()  # CleanRL differs (4)
-    return qf_loss, {"losses/qf_loss": qf_loss, "losses/qf_values": backup.mean(), "losses/alpha": alpha.squeeze()}
+        next_actions, next_log_pi, _ = agent.get_action(mb.next_obs, next_noise)
+        qf_next_target = agent.qf_target(agent.obs_rms(mb.next_obs), next_actions)
+        min_qf_next_target = qf_next_target.amin(0) - alpha * next_log_pi
+        next_q_value = mb.rewards + args.gamma * (1 - mb.terminated) * min_qf_next_target
 
+    # Sum of the losses of the Q networks: CleanRL differs (4)
+    qf_values = agent.qf(agent.obs_rms(mb.obs), mb.actions)
+    qf_loss = 0.5 * ((qf_values - next_q_value) ** 2).mean(1).sum()
+    qf_loss.backward()
+    distributed.average_gradients(agent.qf.parameters())
+    q_optimizer.step()
+    q_optimizer.zero_grad()
 
-def actor_loss(agent, mb, args):
-    """The policy's and the temperature's objective, with critics that have just been updated."""
-    actions, logprob = agent(mb.obs, mb.noise)
-    min_qf = agent.critics(agent.obs_rms(mb.obs), actions).amin(0)
-    actor_loss = (agent.log_alpha.exp().detach() * logprob - min_qf).mean()
-    metrics = {"losses/actor_loss": actor_loss, "losses/entropy": -logprob.mean()}
-    if not args.autotune:
-        return actor_loss, metrics
-    alpha_loss = -(agent.log_alpha * (logprob + args.target_entropy).detach()).mean()
-    return actor_loss + alpha_loss, metrics | {"losses/alpha_loss": alpha_loss}
-
-
-def adam(weights, grad, exp_avg, exp_avg_sq, rate, correction):
-    """Adam in place, on all weights at once. The last two: see adam_numbers()."""
-    exp_avg.lerp_(grad, 0.1)
-    exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
-    weights.sub_(rate * exp_avg / (exp_avg_sq.sqrt() * correction + 1e-8))
-
-
-def adam_numbers(step, lr):
-    """Adam's learning rate and bias correction, worked out once and not at every weight, as a compiled kernel would."""
-    return lr / (1 - 0.9**step), 1 / math.sqrt(1 - 0.999**step)
-
-
-def update(
-    args, critics_objective, actors_objective, policy, critics, targets, critic_averages, policy_averages, mb, *numbers
-):
-    """One step of the critics and their targets and, if it has an objective, of policy and temperature. The objectives:
-    critic_loss() and actor_loss() as functions of the agent's weights too."""
-    leaf = critics.detach().requires_grad_()
-    value, metrics = critics_objective.of([policy, leaf, targets], mb, args)
-    (grad,) = torch.autograd.grad(value, leaf)
+    # Target networks
     with torch.no_grad():
-        adam(critics, ranks.mean(grad), *critic_averages, *numbers[:2])
-        targets.lerp_(critics, args.tau)
-    if actors_objective is not None:
-        leaf = policy.detach().requires_grad_()
-        value, more = actors_objective.of([leaf, critics, targets], mb, args)
-        metrics |= more
-        (grad,) = torch.autograd.grad(value, leaf)
-        with torch.no_grad():
-            adam(policy, ranks.mean(grad), *policy_averages, *numbers[2:])
-    return {name: x.detach() for name, x in metrics.items()}
+        params = zip(agent.qf.parameters(), agent.qf_target.parameters(), strict=True)
+        for param, target_param in params:
+            target_param.lerp_(param, args.tau)
+
+    metrics = {
+        "losses/qf_loss": qf_loss,
+        "losses/qf_values": next_q_value.mean(),
+        "losses/alpha": alpha.squeeze(),
+    }
+    return fast.detach(metrics)
+
+
+def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
+    """Make one optimizer step of the policy, and one of the temperature. `noise` is the noise of
+    the actions."""
+    # Policy
+    alpha = agent.log_alpha.exp().detach()
+    pi, log_pi, _ = agent.get_action(obs, noise)
+    min_qf_pi = agent.qf(agent.obs_rms(obs), pi, frozen=True).amin(0)
+    actor_loss = (alpha * log_pi - min_qf_pi).mean()
+    actor_loss.backward()
+    distributed.average_gradients(agent.actor.parameters())
+    actor_optimizer.step()
+    actor_optimizer.zero_grad()
+    metrics = {"losses/actor_loss": actor_loss, "losses/entropy": -log_pi.mean()}
+
+    # Temperature: CleanRL differs (4)
+    if args.autotune:
+        alpha_loss = -(agent.log_alpha * (log_pi.detach() + args.target_entropy)).mean()
+        alpha_loss.backward()
+        distributed.average_gradients([agent.log_alpha])
+        a_optimizer.step()
+        a_optimizer.zero_grad()
+        metrics["losses/alpha_loss"] = alpha_loss
+    return fast.detach(metrics)
+
+
+def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noise, args):
+    """Update Q networks, policy and temperature: one compiled function is faster than two."""
+    metrics = update_critics(agent, q_optimizer, mb, next_noise, args)
+    return metrics | update_actor(agent, actor_optimizer, a_optimizer, mb.obs, noise, args)
 
 
 def train(args, resumed=None):
-    """resumed: path and content of a checkpoint to go on from."""
+    """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
     with runs.Run(args, __file__, make_envs, resumed) as run:
-        envs, n = run.envs, run.envs.num_envs
+        envs = run.envs
+        num_agents = envs.num_envs
         spec = describe(args, envs)
-        if args.buffer_size < max(n, args.batch_size):
-            size = f"a batch of {args.batch_size} (--batch-size), and a transition of each of {n} agents"
-            raise ValueError(f"--buffer-size {args.buffer_size}: must hold {size}")
-        needed = (args.buffer_size + n) * (4 * spec["obs_dim"] + 4 * spec["action_dim"] + 24)
-        runs.check_memory("--buffer-size", args.buffer_size, needed)
+        buffer_bytes = check_buffer_size(args, spec, num_agents)
+        num_updates = int((args.total_timesteps - args.learning_starts) * args.updates_per_step)
+        overlap = args.overlap and hasattr(envs, "step_async")
         if args.target_entropy is None:
             args.target_entropy = -float(spec["action_dim"])
 
         agent = Agent(spec, args).to(args.device)
-        critics, targets = fast.Vector(agent, only=["critics"]), fast.Vector(agent, only=["targets"])
-        policy = fast.Vector(agent, but=["critics", "targets"])
-        optimizer = {f"critic_{name}": torch.zeros_like(critics.data) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer |= {f"policy_{name}": torch.zeros_like(policy.data) for name in ("exp_avg", "exp_avg_sq")}
-        counts = {"updates": 0, "owed": 0.0, "normalized": 0}
-        objectives = [fast.Functional(f, agent, policy, critics, targets) for f in (critic_loss, actor_loss)]
-        num_updates = int((args.total_timesteps - args.learning_starts) * args.updates_per_step)
-        step, step_of_critics = run.compiled(update, num_updates), run.compiled(update, num_updates)
-        buffer, acting = Buffer(args.buffer_size, n, spec["obs_dim"], spec["action_dim"]), fast.Acting(agent)
-        space = envs.single_action_space
-        env_actions = np.zeros((n, spec["action_dim"]), space.dtype)
-        center, half = 0.5 * (space.high + space.low), 0.5 * (space.high - space.low)
-        overlap = args.overlap and hasattr(envs, "step_async")
+        q_optimizer = fast.Adam(agent.qf.parameters(), lr=args.learning_rate)
+        actor_optimizer = fast.Adam(agent.actor.parameters(), lr=args.learning_rate)
+        a_optimizer = fast.Adam([agent.log_alpha], lr=args.learning_rate)
+        rb = ReplayBuffer(args.buffer_size, num_agents, spec["obs_dim"], spec["action_dim"])
+        counters = {
+            "updates": 0,
+            "due_updates": 0.0,  # updates to make, with a fraction that waits for more decisions
+            "normalized": 0,  # transitions that the statistics of the observations have seen
+        }
+        metrics = []
+        action_space = envs.single_action_space
+        action_center = 0.5 * (action_space.high + action_space.low)
+        action_scale = 0.5 * (action_space.high - action_space.low)
+        env_actions = np.zeros((num_agents, spec["action_dim"]), action_space.dtype)
+
+        # Acceleration: numpy instead of agent.act, compiled updates. --no-fast uses plain PyTorch
+        act = fast.Acting(agent, enabled=args.fast)
+        compiled_update = run.compile(update, num_updates)
+        compiled_update_critics = run.compile(update_critics, num_updates)
         torch.set_num_threads(fast.threads(2 * args.batch_size * max(args.hidden_sizes, default=1)))
         fast.keep_freed_memory(2**25, 2**30)
 
-        words = f"a buffer of {needed / 2**20:,.0f} MiB" + ", updates while they simulate" * overlap
-        kept, large = {"optimizer": optimizer, "counts": counts}, {"buffer": buffer} if args.save_buffer else {}
-        next_obs, infos = run.start(words, args.total_timesteps, spec, agent, kept, large=large)
-        learn_from = args.learning_starts
-        if resumed and not len(buffer):
-            learn_from, counts["normalized"] = run.global_step + args.learning_starts, 0
-            first = f"{args.learning_starts} decisions of the policy fill a new one before learning goes on"
-            print(f"The buffer was not saved: {first}", flush=True)
+        description = f"a replay buffer of {buffer_bytes / 2**20:,.0f} MiB"
+        if overlap:
+            description += ", updates during simulation"
+
+        # Start the run, or resume it. A checkpoint has the agent and `keep`, and a file for `large`
+        next_obs, infos = run.start(
+            agent,
+            spec,
+            args.total_timesteps,
+            keep={
+                "q_optimizer": q_optimizer,
+                "actor_optimizer": actor_optimizer,
+                "a_optimizer": a_optimizer,
+                "counters": counters,
+            },
+            large={"buffer": rb} if args.save_buffer else {},
+            description=description,
+        )
+        ready = np.flatnonzero(infos["ready"])
+        learning_starts = args.learning_starts
+        if resumed and len(rb) == 0:
+            learning_starts += run.global_step
+            counters["normalized"] = 0
+            first = f"{args.learning_starts} decisions of the policy fill a new one"
+            print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
         if not run.came_back:
-            buffer.drop(range(n))
-        ready, act, metrics = np.flatnonzero(infos["ready"]), None, []
-        obs = next_obs[ready]  # of those who ask for an action
-        buffer.open(ready, obs)
+            rb.cut(range(num_agents))
 
         def learn():
-            while counts["owed"] >= 1:
-                mb = [torch.as_tensor(x, device=args.device) for x in buffer.sample(args.batch_size)]
-                mb = Batch(*mb, torch.randn_like(mb[1]), torch.randn_like(mb[1]))
-                vectors, count, lr = (policy.data, critics.data, targets.data), counts["updates"], args.learning_rate
-                averages = tuple(optimizer.values())[:2], tuple(optimizer.values())[2:]
-                numbers = *adam_numbers(count + 1, lr), *adam_numbers(count // args.policy_frequency + 1, lr)
-                if count % args.policy_frequency == 0:  # CleanRL differs (7)
-                    metrics.append(step(args, *objectives, *vectors, *averages, mb, *numbers))
+            """Make the updates that are due."""
+            while counters["due_updates"] >= 1:
+                mb = rb.sample(args.batch_size, args.device)
+                noise = torch.randn_like(mb.actions)
+                next_noise = torch.randn_like(mb.actions)
+                if counters["updates"] % args.policy_frequency == 0:  # CleanRL differs (7)
+                    optimizers = (q_optimizer, actor_optimizer, a_optimizer)
+                    out = compiled_update(agent, *optimizers, mb, noise, next_noise, args)
                 else:
-                    metrics.append(step_of_critics(args, objectives[0], None, *vectors, *averages, mb, *numbers))
-                counts["owed"], counts["updates"] = counts["owed"] - 1, count + 1
+                    out = compiled_update_critics(agent, q_optimizer, mb, next_noise, args)
+                metrics.append(out)
+                counters["updates"] += 1
+                counters["due_updates"] -= 1
 
         for _ in run.iterations():
+            # Act for the agents that request a decision, at random before learning starts
+            obs = next_obs[ready]
             if run.global_step < args.learning_starts:
-                actions = (np.stack([space.sample() for _ in ready]) - center) / half
-                env_actions[ready] = center + half * actions
+                random_actions = [action_space.sample() for _ in ready]
+                random_actions = np.reshape(random_actions, (len(ready), spec["action_dim"]))
+                actions = (random_actions - action_center) / action_scale
+                env_actions[ready] = action_center + action_scale * actions
             else:
-                act = act or acting.checked(obs)
                 actions, env_actions[ready] = act(obs)
                 if not np.isfinite(actions).all():
                     run.check_agent()
-            buffer.act(ready, actions)
+            rb.decide(ready, obs, actions)
             run.spent("act")
+
+            # Step the envs, and learn while players simulate
             if overlap:
                 envs.step_async(env_actions)
                 run.spent("env")
@@ -451,31 +577,50 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            made = run.record(reward, terminated, truncated, infos, in_step=True)
+            num_decisions = run.record(reward, terminated, truncated, infos, in_step=True)
+
+            # Store the decisions whose reward has arrived
             if "restarted" in infos:
-                buffer.drop(np.flatnonzero(infos["restarted"]))
-            (closed,), (ready,) = infos["closed"].nonzero(), infos["ready"].nonzero()
-            finals = {slot: infos["final_obs"][slot] for slot in closed[(terminated | truncated)[closed]]}
-            buffer.close(closed, reward[closed], terminated[closed], finals)
-            obs = next_obs[ready]
-            buffer.open(ready, obs)
-            if run.global_step > learn_from:
-                counts["owed"] += args.updates_per_step * made / ranks.SIZE  # SB3 and CleanRL differ (1)
-            if args.norm_obs and ranks.total(buffer.added - counts["normalized"]) >= REPORT * ranks.SIZE:
-                agent.obs_rms.update(torch.as_tensor(buffer.since(counts["normalized"]), device=args.device))
-                counts["normalized"] = buffer.added
+                rb.cut(np.flatnonzero(infos["restarted"]))
+            closed = np.flatnonzero(infos["closed"])
+            rb.add(closed, reward, terminated, truncated, next_obs, infos)
+            ready = np.flatnonzero(infos["ready"])
+            if run.global_step > learning_starts:  # SB3 and CleanRL differ (1)
+                counters["due_updates"] += args.updates_per_step * num_decisions / distributed.SIZE
+
+            # Update the statistics of the observations
+            if args.norm_obs:
+                num_new = distributed.total(rb.num_added - counters["normalized"])
+                if num_new >= LOG_INTERVAL * distributed.SIZE:
+                    new_obs = rb.obs_since(counters["normalized"])
+                    agent.obs_rms.update(torch.as_tensor(new_obs, device=args.device))
+                    counters["normalized"] = rb.num_added
             run.spent("act")
+
+            # Learn after the step
             if not overlap:
                 learn()
                 run.spent("learn")
-            if run.due(REPORT):
+
+            # Log
+            if run.due(LOG_INTERVAL):
                 run.log(fast.means(metrics))
                 metrics.clear()
-                act = None  # what is not a weight may have changed
 
 
 def main():
-    runs.main(__file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, free=["save_buffer"])
+    runs.main(
+        __file__,
+        __doc__,
+        Args,
+        PRESETS,
+        train,
+        Agent,
+        make_envs,
+        describe,
+        check,
+        free=["save_buffer"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
-"""Learning curves: run a script, or SB3 with the same settings, and keep the curve as a CSV. run.py makes all of the
-docs' curves with it, plots.py draws them.
+"""Train with a script, or with SB3 and the same settings, and save the learning curve as a CSV.
+
+run.py makes all curves of the docs with this program, plots.py draws them.
 
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id HalfCheetah-v5 --seeds 1 2 3
-    python benchmarks/learning.py my_ppo.py --env-id HalfCheetah-v5 --seeds 1 2 3 --jobs 2 --out my_results     a copy
-    python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1                                   or sb3-sac
+    python benchmarks/learning.py my_ppo.py --env-id HalfCheetah-v5 --seeds 1 2 3 --jobs 2 --out my_results
+    python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py sb3-sac --env-id HalfCheetah-v5 --seeds 1
     python benchmarks/learning.py ppo_pixel.py --env-id Reacher-v5 --seeds 1 2 3 --from-pixels --num-workers 2
     python benchmarks/learning.py sb3-ppo-pixel --env-id Reacher-v5 --seeds 1 2 3 --from-pixels
-    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME     it is there already
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher2Dof-v0 --label one-env --num-envs 1
-    python benchmarks/plots.py --out my_results                                                     draw what there is
+    python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Crawler --run runs/NAME
+    python benchmarks/plots.py --out my_results
 
-Further arguments go to the script, which compiles its update if the run is long enough (--no-compile: it does not).
-Curves are benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels ENV-pixels.SCRIPT.SEED.csv: decisions, mean return
-and length of the episodes that ended in an iteration, their success rate if the env tells, and the seconds by the clock
-since the run began to learn. The table gives each run's mean over its last tenth. --evaluate plays so many episodes
-with the saved policy, in a new process and with envs of another seed. --jobs runs so many at a time, each in one thread
-and with its output in a log. --out keeps the curves in that folder, and the runs themselves, with their checkpoints and
-logs, in its runs/.
+All other arguments are passed on to the script. It compiles its update if the run is long enough;
+--no-compile prevents this.
+
+A curve is saved as benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels as
+ENV-pixels.SCRIPT.SEED.csv. Its columns are decisions, mean return and mean length of the episodes
+that ended in an iteration, their success rate if the env reports it, and seconds of wall time since
+the start of training. The table at the end has the mean over the last tenth of each run.
 """
 
 import argparse
@@ -40,22 +42,31 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two where they are known
+COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two are optional
+NO_EPISODE = "no episode ended in this run, so there is no curve: give more --total-timesteps"
 
 
 class Failed(Exception):
-    """A run that ended without a curve; the last line that it wrote."""
+    """A run ended without a curve. The message is its last line of output."""
 
 
-running, starting, stopping = set(), threading.Lock(), threading.Event()
+# Processes
+
+running = set()  # the processes of the runs
+starting = threading.Lock()
+stopping = threading.Event()  # set: do not start any more runs
 
 
-def call(command, **how):
-    """A process's exit code. It has a session of its own: Ctrl-C comes to us alone, and we end what is ours."""
+def call(command, **kwargs):
+    """Run a process and return its exit code.
+
+    The process has its own session. Ctrl-C is then sent to this program only, which ends its
+    processes.
+    """
     with starting:
         if stopping.is_set():
             raise Failed("stopped")
-        process = subprocess.Popen(command, start_new_session=True, **how)
+        process = subprocess.Popen(command, start_new_session=True, **kwargs)
         running.add(process)
     try:
         process.wait()
@@ -70,41 +81,78 @@ def call(command, **how):
 
 
 def end_runs(patience=10):
-    """Begin no others. A script that is asked twice closes its players at once; one that does not end is killed with
-    all that it has started."""
+    """End all runs, and start no others.
+
+    A script closes its players at once when it is terminated twice. After `patience` seconds the
+    script and its children are killed.
+    """
     stopping.set()
     with starting:
-        mine = list(running)
+        processes = list(running)
     for seconds in (0.5, patience, 0):
-        for process in mine:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                if process.poll() is None:
-                    process.terminate() if seconds else os.killpg(process.pid, signal.SIGKILL)
+                if process.poll() is not None:
+                    continue
+                if seconds:
+                    process.terminate()
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(process.poll() is None for process in mine):
-            with contextlib.suppress(KeyboardInterrupt):  # somebody is impatient, but it is a matter of moments
+        while time.monotonic() < until and any(process.poll() is None for process in processes):
+            with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C changes nothing
                 time.sleep(0.05)
 
 
+def print_command(command, args):
+    if not args.log:
+        print(" ".join(command) + "\n", end="", flush=True)
+
+
+def last_line(text):
+    """Return the last line of a program's output, or the error in a box of tyro."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "no output"
+    if lines[-1].startswith("╰"):  # in a box the error comes first, then hints
+        box = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
+        return lines[box + 1].strip("│ ")
+    return lines[-1]
+
+
+# Runs of scripts
+
+
 def run_script(script, seed, args, more):
-    """A run's curve, and what there is to say about it. With --out the run stays there, else nowhere."""
+    """Train with a script. Return its curve and the line of its evaluation.
+
+    The run is kept in args.out, if that is given.
+    """
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if args.jobs > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, str(script), "--env-id", args.env_id, "--seed", str(seed), *more]
+
+    # The folder of the run is the new one with this name: runs of other envs may start meanwhile
+    env = re.sub(r"[^\w.+-]+", "-", args.env_id.split(":")[-1])
+    exp_name = more[more.index("--exp-name") + 1] if "--exp-name" in more else script.stem
+    name = f"runs/{env}__{exp_name}__{seed}__*"
     with tempfile.TemporaryDirectory() as temporary:
-        folder, log, quiet = args.out or Path(temporary), args.log or Path(temporary, "log.txt"), args.quiet
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        environment |= {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
-        env = re.sub(r"[^\w.+-]+", "-", args.env_id.split(":")[-1])  # another env's run may be in the same folder
-        named = more[more.index("--exp-name") + 1] if "--exp-name" in more else script.stem
-        name = f"runs/{env}__{named}__{seed}__*"
+        folder = args.out or Path(temporary)
+        log = args.log or Path(temporary, "log.txt")
         before = set(folder.glob(name))
-        command = [sys.executable, str(script), "--env-id", args.env_id, "--seed", str(seed), *more]
-        say(command, args)
-        with open(log, "w") as file:  # a single run is seen while it runs, but for what it says when it fails
-            code = call(command, cwd=folder, env=environment, stdout=file if quiet else None, stderr=file)
+        print_command(command, args)
+
+        # A single run prints its progress; only its errors go to the log
+        with open(log, "w") as file:
+            stdout = file if args.quiet else None
+            code = call(command, cwd=folder, env=environment, stdout=stdout, stderr=file)
         text = log.read_text()
-        if not quiet:
+        if not args.quiet:
             print(text, end="", file=sys.stderr, flush=True)
         runs = sorted(set(folder.glob(name)) - before)
-        if runs and args.out and quiet:
+        if runs and args.out and args.quiet:
             shutil.copy(log, runs[0] / "log.txt")
         if code or not runs:
             raise Failed(last_line(text))
@@ -112,228 +160,309 @@ def run_script(script, seed, args, more):
 
 
 def evaluate(script, run, seed, args, environment):
+    """Evaluate the saved policy with args.evaluate episodes. Return the result, or the error: a
+    curve is kept even if the evaluation fails."""
     if not args.evaluate:
         return ""
-    command = [sys.executable, str(script), "--evaluate", str(run.resolve()), "--eval-episodes", str(args.evaluate)]
-    command += ["--seed", str(seed + 1000)]
+    command = [sys.executable, str(script), "--evaluate", str(run.resolve())]
+    command += ["--eval-episodes", str(args.evaluate), "--seed", str(seed + 1000)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        said = err if call(command, cwd=run, env=environment, stdout=out, stderr=err) else out
-        said.seek(0)
-        return "\n" + last_line(said.read())  # without it the curve is worth keeping too
+        code = call(command, cwd=run, env=environment, stdout=out, stderr=err)
+        file = err if code else out
+        file.seek(0)
+        return "\n" + last_line(file.read())
 
 
-def say(command, args):
-    if not args.log:
-        print(" ".join(command) + "\n", end="", flush=True)
+def read_events(folder):
+    """Return the curve of a run from its TensorBoard events."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    tags = {
+        "return": "charts/episodic_return",
+        "length": "charts/episodic_length",
+        "success": "charts/success_rate",
+    }
+    logged = events.Tags()["scalars"]
+    if tags["return"] not in logged:
+        raise Failed(NO_EPISODE)
+    points = events.Scalars(tags["return"])
+    curve = {"decisions": np.array([point.step for point in points], float)}
+    for name, tag in tags.items():
+        if tag in logged:
+            curve[name] = np.array([point.value for point in events.Scalars(tag)])
+    times = np.array([point.wall_time for point in points])
+    curve["seconds"] = since_start(times, events.FirstEventTimestamp(), folder)
+    return curve
 
 
-def last_line(text):
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and lines[-1].startswith("╰"):  # a wrong argument is told in a box: what it is comes first
-        box = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
-        return lines[box + 1].strip("│ ")
-    return lines[-1] if lines else "it wrote nothing"
+def since_start(times, first, folder):
+    """Return the seconds of training until these times, since the time `first`.
+
+    A resumed run has an events file for each start. The time between two of them is not included.
+    """
+    seconds = times - first
+    starts = sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*"))
+    for start in starts[1:]:
+        before = times < start
+        if before.any():
+            seconds[~before] -= start - times[before].max()
+    return seconds
 
 
-def run_sb3_apart(seed, args, more):
-    """SB3 in a process of its own, so that there can be several."""
-    command = [sys.executable, __file__, args.what, "--env-id", args.env_id, "--seeds", str(seed), *more]
-    command += ["--out", str(args.out or RESULTS), *(["--label", args.label] if args.label else [])]
-    say(command, args)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(args.log, "w+") if args.log else tempfile.TemporaryFile("w+"))
-        code = call(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+# Runs of SB3
+
+
+def run_sb3_in_process(seed, args, more):
+    """Train with SB3 in a new process and return the curve, so that several runs are possible at
+    a time."""
+    command = [sys.executable, __file__, args.what, "--env-id", args.env_id]
+    command += ["--seeds", str(seed), *more, "--out", str(args.out or RESULTS)]
+    if args.label:
+        command += ["--label", args.label]
+    print_command(command, args)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(args.log, "w+") if args.log else tempfile.TemporaryFile("w+") as file:
+        code = call(command, env=environment, stdout=file, stderr=file)
         file.seek(0)
         if code:
             raise Failed(last_line(file.read()))
     return read_csv(csv_of(seed, args, more)), ""
 
 
-def read_events(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    tags = {"return": "episodic_return", "length": "episodic_length", "success": "success_rate"}
-    told = {name: f"charts/{tag}" for name, tag in tags.items() if f"charts/{tag}" in events.Tags()["scalars"]}
-    if "return" not in told:
-        raise Failed("no episode ended in it, so there is no curve: give more --total-timesteps")
-    points = {name: events.Scalars(tag) for name, tag in told.items()}
-    curve = {"decisions": np.array([point.step for point in points["return"]], float)}
-    curve |= {name: np.array([point.value for point in row]) for name, row in points.items()}
-    stamps = np.array([point.wall_time for point in points["return"]])
-    return curve | {"seconds": since_start(stamps, events.FirstEventTimestamp(), folder)}
-
-
-def since_start(stamps, first, folder):
-    """Seconds that a run took until these stamps. A run that was resumed has a file of events for each of its lives:
-    between them nobody ran."""
-    seconds = stamps - first
-    for begin in sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*"))[1:]:
-        before = stamps < begin
-        if before.any():
-            seconds[~before] -= begin - stamps[before].max()
-    return seconds
-
-
 def peer_settings(what, env_id, more):
-    """The arguments that our script would have. SB3 has nothing to compile."""
+    """Return the arguments that our script would have with these options. SB3 does not compile."""
     sys.path.insert(0, str(ROOT))
     import gymnasium as gym
     import tyro
 
-    kind = "ppo_pixel" if what == "sb3-ppo-pixel" else "ppo_continuous_multiagent"
-    if what == "sb3-sac":
-        kind = "sac_continuous"
-    elif what == "sb3-ppo" and not isinstance(gym.make(env_id).action_space, gym.spaces.Box):
-        kind = "ppo_discrete_multiagent"
-    script = importlib.import_module(kind)
+    name = {"sb3-sac": "sac_continuous", "sb3-ppo-pixel": "ppo_pixel"}.get(what)
+    if name is None:
+        continuous = isinstance(gym.make(env_id).action_space, gym.spaces.Box)
+        name = "ppo_continuous_multiagent" if continuous else "ppo_discrete_multiagent"
+    script = importlib.import_module(name)
     preset = script.Args(env_id=env_id, **script.PRESETS.get(env_id, {}))
     more = [word for word in more if word not in ("--compile", "--no-compile")]
     return tyro.cli(script.Args, default=preset, args=more)
 
 
-def run_sb3(what, env_id, seed, more):
-    """SB3 with the settings of our scripts, which are given further arguments as they would be: PPO with VecNormalize,
-    and our weight of the value loss, which counts half of it, in SB3's terms."""
+def make_sb3_sac(args, seed):
+    import torch
+    from stable_baselines3 import SAC
+    from stable_baselines3.common.env_util import make_vec_env
+
+    torch.set_num_threads(1)
+    return SAC(
+        "MlpPolicy",
+        make_vec_env(args.env_id, 1, seed=seed),
+        learning_rate=args.learning_rate,
+        gamma=args.gamma,
+        buffer_size=args.buffer_size,
+        learning_starts=args.learning_starts,
+        batch_size=args.batch_size,
+        tau=args.tau,
+        policy_kwargs=dict(net_arch=list(args.hidden_sizes)),
+        seed=seed,
+        device="cpu",
+    )
+
+
+def make_sb3_ppo(args, seed, from_images):
+    """Return SB3's PPO with VecNormalize. Our value loss has half the weight of SB3's."""
     import gymnasium as gym
     import torch
-    from stable_baselines3 import PPO, SAC
-    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    rows, every, start = [], 1000, time.time()
+    def make_image_env():
+        from envs.pixels import make_pixel_env
+
+        env = make_pixel_env(
+            args.env_id, args.from_pixels, args.image_size, args.grayscale, args.action_repeat
+        )
+        space = env.observation_space["image"]
+        return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], space)
+
+    if from_images:
+        envs = make_vec_env(make_image_env, args.num_envs, seed=seed)
+        stack_size = args.frame_stack or (3 if args.from_pixels else 1)
+        if stack_size > 1:
+            envs = VecFrameStack(envs, stack_size)
+        policy_kwargs = None
+    else:
+        envs = make_vec_env(args.env_id, args.num_envs, seed=seed)
+        torch.set_num_threads(1)
+        activation = {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[args.activation]
+        policy_kwargs = dict(net_arch=list(args.hidden_sizes), activation_fn=activation)
+        if hasattr(args, "logstd_init"):
+            policy_kwargs["log_std_init"] = args.logstd_init
+    envs = VecNormalize(
+        envs,
+        norm_obs=args.norm_obs and not from_images,
+        norm_reward=args.norm_reward,
+        gamma=args.gamma,
+    )
+    return PPO(
+        "CnnPolicy" if from_images else "MlpPolicy",
+        envs,
+        learning_rate=lambda left: args.learning_rate * (left if args.anneal_lr else 1),
+        n_steps=args.num_steps,
+        batch_size=args.num_envs * args.num_steps // args.num_minibatches,
+        n_epochs=args.update_epochs,
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+        clip_range=args.clip_coef,
+        clip_range_vf=args.clip_coef if args.clip_vloss else None,
+        normalize_advantage=args.norm_adv,
+        ent_coef=args.ent_coef,
+        vf_coef=0.5 * args.vf_coef,
+        max_grad_norm=args.max_grad_norm,
+        target_kl=args.target_kl,
+        policy_kwargs=policy_kwargs,
+        seed=seed,
+        device="cpu",
+    )
+
+
+def run_sb3(what, env_id, seed, more):
+    """Train with SB3 and the settings of our script, and return the curve."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
     args = peer_settings(what, env_id, more)
-    total = args.total_timesteps
+    if what == "sb3-sac":
+        model = make_sb3_sac(args, seed)
+        interval = 1000
+    else:
+        model = make_sb3_ppo(args, seed, from_images=what == "sb3-ppo-pixel")
+        interval = args.num_steps * args.num_envs
+    rows = []
+    start = time.time()
 
     class Log(BaseCallback):
-        ended = []
+        """Add a point to the curve every `interval` decisions in which episodes ended."""
+
+        episodes = []
 
         def _on_step(self):
-            self.ended += [info["episode"] for info in self.locals["infos"] if "episode" in info]
-            if self.num_timesteps % every == 0 and self.ended:
-                means = (np.mean([episode[key] for episode in self.ended]) for key in ("r", "l"))
-                rows.append((self.num_timesteps, *means, time.time() - start))
-                self.ended = []
+            for info in self.locals["infos"]:
+                if "episode" in info:
+                    self.episodes.append(info["episode"])
+            if self.num_timesteps % interval == 0 and self.episodes:
+                mean_return = np.mean([episode["r"] for episode in self.episodes])
+                mean_length = np.mean([episode["l"] for episode in self.episodes])
+                seconds = time.time() - start
+                rows.append((self.num_timesteps, mean_return, mean_length, seconds))
+                self.episodes = []
                 if len(rows) % 20 == 0:
-                    print(f"{self.num_timesteps:,} steps, return {rows[-1][1]:.1f}", flush=True)
+                    line = f"{self.num_timesteps:,} steps, return {mean_return:.1f}"
+                    print(line, flush=True)
             return True
 
-    if what == "sb3-sac":
-        torch.set_num_threads(1)
-        model = SAC(
-            "MlpPolicy", make_vec_env(env_id, 1, seed=seed), learning_rate=args.learning_rate, gamma=args.gamma,
-            buffer_size=args.buffer_size, learning_starts=args.learning_starts, batch_size=args.batch_size,
-            tau=args.tau, policy_kwargs=dict(net_arch=list(args.hidden_sizes)), seed=seed, device="cpu",
-        )  # fmt: skip
-    else:
-        pixels = what == "sb3-ppo-pixel"
-
-        def make_images():
-            from envs.pixels import make_pixel_env
-
-            env = make_pixel_env(env_id, args.from_pixels, args.image_size, args.grayscale, args.action_repeat)
-            return gym.wrappers.TransformObservation(env, lambda obs: obs["image"], env.observation_space["image"])
-
-        envs = make_vec_env(make_images if pixels else env_id, args.num_envs, seed=seed)
-        policy, layers = "CnnPolicy", None
-        if pixels:
-            stack = args.frame_stack or (3 if args.from_pixels else 1)
-            envs = VecFrameStack(envs, stack) if stack > 1 else envs
-        else:
-            torch.set_num_threads(1)
-            activation = {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[args.activation]
-            policy, layers = "MlpPolicy", dict(net_arch=list(args.hidden_sizes), activation_fn=activation)
-            layers |= {"log_std_init": args.logstd_init} if hasattr(args, "logstd_init") else {}
-        envs = VecNormalize(envs, norm_obs=args.norm_obs and not pixels, norm_reward=args.norm_reward, gamma=args.gamma)
-        model = PPO(
-            policy, envs, learning_rate=lambda left: args.learning_rate * (left if args.anneal_lr else 1),
-            n_steps=args.num_steps, batch_size=args.num_envs * args.num_steps // args.num_minibatches,
-            n_epochs=args.update_epochs, gamma=args.gamma, gae_lambda=args.gae_lambda, clip_range=args.clip_coef,
-            clip_range_vf=args.clip_coef if args.clip_vloss else None, normalize_advantage=args.norm_adv,
-            ent_coef=args.ent_coef, vf_coef=0.5 * args.vf_coef, max_grad_norm=args.max_grad_norm,
-            target_kl=args.target_kl, policy_kwargs=layers, seed=seed, device="cpu",
-        )  # fmt: skip
-        every = args.num_steps * args.num_envs
-    start = time.time()
-    model.learn(total, callback=Log())
+    model.learn(args.total_timesteps, callback=Log())
     if not rows:
-        raise Failed("no episode ended in it, so there is no curve: give more --total-timesteps")
-    return dict(zip(("decisions", "return", "length", "seconds"), np.array(rows, float).T, strict=True))
+        raise Failed(NO_EPISODE)
+    columns = np.array(rows, float).T
+    return dict(zip(("decisions", "return", "length", "seconds"), columns, strict=True))
+
+
+# Curves
 
 
 def last_tenth(curve, column="return"):
+    """Return the mean of a column over the last tenth of the decisions."""
     return curve[column][curve["decisions"] > 0.9 * curve["decisions"][-1]].mean()
 
 
 def csv_of(seed, args, more):
-    name, label = args.env_id + "-pixels" * ("--from-pixels" in more), args.label or Path(args.what).stem
-    return (args.out or RESULTS) / f"{name}.{label}.{seed}.csv"
+    """Return the path of a run's curve."""
+    env = f"{args.env_id}-pixels" if "--from-pixels" in more else args.env_id
+    label = args.label or Path(args.what).stem
+    return (args.out or RESULTS) / f"{env}.{label}.{seed}.csv"
 
 
 def read_csv(path):
-    """Column by column. Raises ValueError if it is not whole."""
+    """Return a curve by column. Raise ValueError if the file is incomplete."""
     with open(path, newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
-    if not rows or tuple(header[:3]) != COLUMNS[:3]:
+        lines = list(csv.reader(file))
+    if len(lines) < 2 or tuple(lines[0][:3]) != COLUMNS[:3]:
         raise ValueError(f"{path} has no curve")
-    return dict(zip(header, np.array([[float(x) for x in row] for row in rows]).T, strict=True))
+    header, *rows = lines
+    columns = np.array([[float(x) for x in row] for row in rows]).T
+    return dict(zip(header, columns, strict=True))
 
 
 def write_csv(path, curve):
-    """All of it or nothing."""
+    """Write a curve. The file is replaced when it is complete."""
     names = [name for name in COLUMNS if name in curve]
-    rows = zip(*(curve[name] for name in names), strict=True)
-    with tempfile.NamedTemporaryFile("w", newline="", dir=path.parent, suffix=".part", delete=False) as file:
-        csv.writer(file).writerows([names, *((int(step), *(f"{x:.6g}" for x in values)) for step, *values in rows)])
-    os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+    lines = [names]
+    for decisions, *values in zip(*(curve[name] for name in names), strict=True):
+        lines.append((int(decisions), *(f"{x:.6g}" for x in values)))
+    with tempfile.NamedTemporaryFile(
+        "w", newline="", dir=path.parent, suffix=".part", delete=False
+    ) as file:
+        csv.writer(file).writerows(lines)
+    os.chmod(file.name, 0o644)  # only the owner can read a temporary file
     os.replace(file.name, path)
 
 
-def in_words(curve):
-    success = f", success {last_tenth(curve, 'success'):.1%}," if "success" in curve else ""
+def summary(curve):
+    """Return the end of a curve as text."""
+    success = ""
+    if "success" in curve:
+        success = f", success {last_tenth(curve, 'success'):.1%},"
     return f"{last_tenth(curve):.4g}{success} over the last tenth"
 
 
-def print_table(name, label, runs):
-    ends = [last_tenth(curve) for curve in runs]
-    rates = ""
-    if "success" in runs[0]:
-        rates = "   success " + " ".join(f"{last_tenth(curve, 'success'):.1%}" for curve in runs)
-    each = " ".join(f"{end:.4g}" for end in ends)
-    print(f"{name:20} {label:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {each}{rates}", flush=True)
+def print_table(name, label, curves):
+    ends = [last_tenth(curve) for curve in curves]
+    values = " ".join(f"{end:.4g}" for end in ends)
+    line = f"{name:20} {label:28} {np.mean(ends):8.1f} ± {np.std(ends):6.1f}   {values}"
+    if "success" in curves[0]:
+        rates = [last_tenth(curve, "success") for curve in curves]
+        line += "   success " + " ".join(f"{rate:.1%}" for rate in rates)
+    print(line, flush=True)
+
+
+# All seeds
 
 
 def run(seed, args, more):
-    """One seed's curve, kept as a CSV too, what there is to say about the run, and why it failed, if it did."""
-    curve, said = {}, ""
+    """Train with one seed and save the curve.
+
+    Return the curve, the line of the evaluation, and the error or None.
+    """
+    curve = {}
+    evaluation = ""
     try:
         if args.run:
             curve = read_events(args.run)
         elif not args.what.startswith("sb3-"):
-            curve, said = run_script(args.script, seed, args, more)
+            curve, evaluation = run_script(args.script, seed, args, more)
         elif args.quiet:
-            curve, said = run_sb3_apart(seed, args, more)
+            curve, evaluation = run_sb3_in_process(seed, args, more)
         else:
             curve = run_sb3(args.what, args.env_id, seed, more)
         write_csv(csv_of(seed, args, more), curve)
     except Failed as error:
-        return {}, said, str(error)
-    except Exception as error:  # whatever it is, the other seeds' runs go on
-        return {}, said, f"{type(error).__name__}: {error}"
-    return curve, said, None
+        return {}, evaluation, str(error)
+    except Exception as error:  # the runs of the other seeds continue
+        return {}, evaluation, f"{type(error).__name__}: {error}"
+    return curve, evaluation, None
 
 
 def run_all(args, more):
-    """What run() gives, seed by seed, as they end."""
+    """Yield each seed and the result of run() when it is there."""
     seeds = dict.fromkeys(args.seeds)
     if args.jobs == 1:
-        yield from ((seed, run(seed, args, more)) for seed in seeds)
+        for seed in seeds:
+            yield seed, run(seed, args, more)
         return
     pool = ThreadPoolExecutor(args.jobs)
     try:
         tasks = {pool.submit(run, seed, args, more): seed for seed in seeds}
-        yield from ((tasks[task], task.result()) for task in as_completed(tasks))
+        for task in as_completed(tasks):
+            yield tasks[task], task.result()
     except BaseException:
         end_runs()
         raise
@@ -341,43 +470,78 @@ def run_all(args, more):
         pool.shutdown(cancel_futures=True)
 
 
+def find_script(name):
+    """Return the path of a script, relative to the current folder or to the repository."""
+    for path in (Path(name), ROOT / name):
+        if path.is_file():
+            return path.resolve()
+    return None
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="a script, or a changed copy of one; sb3-ppo, sb3-sac, sb3-ppo-pixel; or plot")
-    parser.add_argument("--env-id")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time")
-    parser.add_argument("--out", type=Path, help="keep curves and runs in this folder")
-    parser.add_argument("--run", type=Path, help="take this run's curve instead of running anything")
-    parser.add_argument("--evaluate", type=int, help="play so many episodes with the saved policy")
-    parser.add_argument("--label", help="a name for the script's curve with these arguments")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what",
+        help="a script, a changed copy of one, sb3-ppo, sb3-sac, sb3-ppo-pixel, or plot",
+    )
+    parser.add_argument("--env-id", help="the environment")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="the seeds of the runs")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="how many runs at a time; several use one thread each and write their output to logs",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="save the curves in this folder, and the runs with checkpoints and logs in its runs/",
+    )
+    parser.add_argument("--run", type=Path, help="save the curve of this run, train nothing")
+    parser.add_argument(
+        "--evaluate",
+        type=int,
+        help="evaluate the saved policy with this number of episodes, in a new process with "
+        "another seed",
+    )
+    parser.add_argument("--label", help="the name of the curve, instead of the script's name")
     args, more = parser.parse_known_args()
-    args.out = args.out and args.out.resolve()
+    args.out = args.out.resolve() if args.out else None
     if args.what == "plot":
         import plots
 
-        return plots.draw_all(args.out or RESULTS)
+        plots.draw_all(args.out or RESULTS)
+        return
+
+    # Refuse bad arguments before any run
     if not args.env_id:
-        raise SystemExit("--env-id is missing: which env is it to learn?")
+        raise SystemExit("--env-id is missing: give the environment")
     if args.jobs < 1:
         raise SystemExit(f"--jobs {args.jobs}: must be above 0")
-    args.script = next((path.resolve() for path in (Path(args.what), ROOT / args.what) if path.is_file()), None)
+    args.script = find_script(args.what)
     if args.script is None and not args.what.startswith("sb3-") and not args.run:
         raise SystemExit(f"{args.what}: there is no such script")
+
     (args.out or RESULTS).mkdir(parents=True, exist_ok=True)
-    args.quiet, args.log = args.jobs > 1, None
-    curves, failed = {}, {}
-    for seed, (curve, said, why) in run_all(args, more):
-        if why:
-            failed[seed] = why
+    args.quiet = args.jobs > 1
+    args.log = None
+    curves = {}
+    errors = {}
+    for seed, (curve, evaluation, error) in run_all(args, more):
+        if error:
+            errors[seed] = error
             print(f"{args.env_id} seed {seed}: failed", flush=True)
-            continue
-        curves[seed] = curve
-        print(f"{args.env_id} seed {seed}: {in_words(curve)}{said}", flush=True)
+        else:
+            curves[seed] = curve
+            print(f"{args.env_id} seed {seed}: {summary(curve)}{evaluation}", flush=True)
     if curves:
-        print_table(args.env_id, args.label or Path(args.what).stem, [curves[seed] for seed in sorted(curves)])
-    if failed:
-        raise SystemExit("\n".join(f"{args.env_id} seed {seed} failed: {why}" for seed, why in sorted(failed.items())))
+        label = args.label or Path(args.what).stem
+        print_table(args.env_id, label, [curves[seed] for seed in sorted(curves)])
+    if errors:
+        lines = [f"{args.env_id} seed {seed} failed: {x}" for seed, x in sorted(errors.items())]
+        raise SystemExit("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Steps per second of sac_continuous.py beside SB3's SAC with the same settings, taking turns so that noise hits both.
+"""Measure the speed of sac_continuous.py and of SB3's SAC with the same settings.
 
     python benchmarks/sac_speed.py                  about eight minutes
-    python benchmarks/sac_speed.py --rounds 1       a first look
+    python benchmarks/sac_speed.py --rounds 1       about three minutes
 
-HalfCheetah-v5, one env, batches of 256, networks of 256x256, one update per step from step 100 on, CPU, all cores for
-both. Compilation happens before the clock starts and is printed apart. The scenes run with their presets: the first
-1,000 and 5,000 decisions are random, and there are no updates yet. A second figure leaves them out.
+Both run alternately, so that other load on the machine affects both. The environment is
+HalfCheetah-v5, one env, with batches of 256, networks of 256x256 and one update per step from step
+100 on; both use all cores of the CPU. The time for compiling is printed, but not included. The
+scenes run with their presets: the first 1,000 and 5,000 decisions are random and have no updates. A
+second figure does not include them.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from ppo_speed import ours, python, turns
 SB3 = """
 import sys, time
 from stable_baselines3 import SAC
+
 steps = int(sys.argv[1])
 model = SAC("MlpPolicy", "HalfCheetah-v5", learning_starts=100, device="cpu")
 model.learn(200)
@@ -23,25 +26,45 @@ start = time.time()
 model.learn(steps, reset_num_timesteps=False)
 print(steps / (time.time() - start))
 """
+SCENES = (  # scene, decisions, random decisions before the first update, wanted speed
+    ("3DBall", 30000, 1000, 1500),
+    ("Crawler", 20000, 5000, 500),
+)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often the two take turns")
-    parser.add_argument("--steps", type=int, default=2000, help="steps a turn; SB3 takes a half")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="steps of a run; SB3 makes half of them"
+    )
     args = parser.parse_args()
-    cheetah = ["--env-id", "HalfCheetah-v5", "--learning-starts", 100, "--total-timesteps", args.steps]
+
+    cheetah = ["--env-id", "HalfCheetah-v5", "--learning-starts", 100]
+    cheetah += ["--total-timesteps", args.steps]
     for more in ((), ("--compile",)):
-        name = " ".join(("1 env, SB3", *more))
-        mine = lambda more=more: ours("sac_continuous.py", *cheetah, *more)[0]
-        turns(name, args.rounds, mine, lambda: float(python("-c", SB3, args.steps // 2)), 2)
-    for scene, steps, starts, wanted in (("3DBall", 30000, 1000, 1500), ("Crawler", 20000, 5000, 500)):
+        turns(
+            " ".join(("1 env, SB3", *more)),
+            args.rounds,
+            lambda: ours("sac_continuous.py", *cheetah, *more)[0],
+            lambda: float(python("-c", SB3, args.steps // 2)),
+            2,
+        )
+
+    for scene, steps, learning_starts, wanted in SCENES:
         command = ["sac_continuous.py", "--env-id", scene, "--compile", "--total-timesteps"]
-        idle = (*command, starts, "--updates-per-step", 0)
-        rates = [(ours(*command, steps)[0], ours(*idle)[0]) for _ in range(args.rounds)]
-        updating = median((steps - starts) / (steps / rate - starts / random) for rate, random in rates)
-        whole = f"{median(rate for rate, _ in rates):.0f} decisions/s, median of the turns (at least {wanted} wanted)"
-        print(f"{scene}: {whole}; {updating:.0f} while it updates", flush=True)
+        speeds = []
+        updating = []
+        for _ in range(args.rounds):
+            speed = ours(*command, steps)[0]
+            random_speed = ours(*command, learning_starts, "--updates-per-step", 0)[0]
+            seconds = steps / speed - learning_starts / random_speed
+            speeds.append(speed)
+            updating.append((steps - learning_starts) / seconds)
+        rate = f"{median(speeds):.0f} decisions/s, median (at least {wanted} wanted)"
+        print(f"{scene}: {rate}; {median(updating):.0f} while it updates", flush=True)
 
 
 if __name__ == "__main__":

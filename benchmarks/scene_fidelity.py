@@ -1,14 +1,14 @@
-"""How near a bundled scene is to Unity's: scores and the distribution of every observation, beside those of a real
-Unity player.
+"""Compare a bundled scene with Unity's: scores, and the distribution of every observation.
 
-    python benchmarks/scene_fidelity.py --scene 3DBall                         random actions, seconds
-    python benchmarks/scene_fidelity.py --scene 3DBall --onnx 3DBall.onnx      and ML-Agents' own policy, minutes
+    python benchmarks/scene_fidelity.py --scene 3DBall                       random actions, seconds
+    python benchmarks/scene_fidelity.py --scene 3DBall --onnx 3DBall.onnx    and a policy, minutes
     python benchmarks/scene_fidelity.py --scene Crawler --onnx Crawler.onnx
 
-The shipped policies lie in ML-Agents' repository, Project/Assets/ML-Agents/Examples/<scene>/TFModels/. They were
-trained in Unity, so what they score here tells how much of Unity is here. Every agent plays the same number of
-episodes, and all of these count: taking the first N to finish would favour short ones. The exit code is 1 if a
-threshold is missed.
+Unity's numbers were recorded with a real Unity player and are part of this file. ML-Agents ships a
+trained policy for each scene, in Project/Assets/ML-Agents/Examples/<scene>/TFModels/ of its
+repository. These policies were trained in Unity, so their scores here show how similar the scene
+is. All agents play the same number of episodes, and all episodes count: the first N episodes to
+finish would mostly be short ones. The exit code is 1 if a threshold is missed.
 """
 
 import math
@@ -17,7 +17,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -32,42 +32,61 @@ class Args:
     scene: Literal["3DBall", "Crawler"] = "3DBall"
     """the bundled scene to compare with Unity's"""
     onnx: Path | None = None
-    """the policy that ML-Agents ships for this scene; without it, only random actions are compared"""
+    """the policy that ML-Agents ships for this scene; default: compare only random actions"""
     episodes: int = 100
-    """how many of the shipped policy (1000 decisions each if nobody falls), ten times as many under random actions;
-    rounded up to equal shares of the agents"""
+    """episodes of the shipped policy (1000 decisions each unless they end early); random
+    actions play ten times as many. Rounded up so that all agents play the same number"""
     seed: int = 1
-    """of the scene, the random actions and the policy's noise"""
+    """the seed of the scene, of the random actions and of the policy's noise"""
 
 
-# Episodes, return mean and std, length mean and median, share ended by MaxStep; nan: not kept.
-# Unity with the ML-Agents C# package 2.2.1, decision period 5, MaxStep 5000; actions uniform in [-1, 1], or sampled
-# from the shipped policy.
+class Figures(NamedTuple):
+    """Statistics of the episodes. nan: not recorded."""
+
+    episodes: int
+    mean_return: float
+    std_return: float
+    mean_length: float
+    median_length: float
+    full_length: float  # the share of the episodes that MaxStep ended
+
+
+# Unity with the ML-Agents C# package 2.2.1, decision period 5, MaxStep 5000. Actions are uniform in
+# [-1, 1], or sampled from the shipped policy.
 UNITY = {
-    ("3DBall", "random"): {"Unity": (289, 0.93, 0.57, 20.3, 19, 0.0)},
-    ("3DBall", "onnx"): {"Unity": (13, 92.6, 25.6, 927, 1000, 0.92)},
+    ("3DBall", "random"): {"Unity": Figures(289, 0.93, 0.57, 20.3, 19, 0.0)},
+    ("3DBall", "onnx"): {"Unity": Figures(13, 92.6, 25.6, 927, 1000, 0.92)},
     ("Crawler", "random"): {
-        "Unity": (438, -0.72, 1.40, 13.3, 8, 0.0),
-        "Unity, longer": (1502, -0.71, math.nan, 14.8, math.nan, 0.0),
+        "Unity": Figures(438, -0.72, 1.40, 13.3, 8, 0.0),
+        "Unity, longer": Figures(1502, -0.71, math.nan, 14.8, math.nan, 0.0),
     },
     ("Crawler", "onnx"): {
-        "Unity": (10, 2475, 740, 1000, 1000, 1.0),
-        "Unity, longer": (92, 2003, math.nan, 985, math.nan, 0.97),
+        "Unity": Figures(10, 2475, 740, 1000, 1000, 1.0),
+        "Unity, longer": Figures(92, 2003, math.nan, 985, math.nan, 0.97),
     },
 }
 
-# name, which figure, from, to
+# Name, field of Figures, smallest and largest value.
 THRESHOLDS = {
-    ("3DBall", "random"): [("return", 0, 0.83, 1.03), ("length", 2, 17, 23)],
-    ("3DBall", "onnx"): [("return", 0, 90, math.inf)],
+    ("3DBall", "random"): [
+        ("return", "mean_return", 0.83, 1.03),
+        ("length", "mean_length", 17, 23),
+    ],
+    ("3DBall", "onnx"): [("return", "mean_return", 90, math.inf)],
     # Unity's lengths are 13 to 15, give or take 4.
-    ("Crawler", "random"): [("return", 0, -1.1, -0.3), ("length", 2, 9, 19)],
-    ("Crawler", "onnx"): [("return", 0, 1900, math.inf), ("full length", 4, 0.95, 1)],
+    ("Crawler", "random"): [
+        ("return", "mean_return", -1.1, -0.3),
+        ("length", "mean_length", 9, 19),
+    ],
+    ("Crawler", "onnx"): [
+        ("return", "mean_return", 1900, math.inf),
+        ("full length", "full_length", 0.95, 1),
+    ],
 }
 
-# Mean and std of every observation that asked for an action, in the order of the observation.
-# The recorded Crawler's target sometimes fell through the ground, down to -9773 m: hence its mean height and the huge
-# std.
+# Mean and std of every observation at which an agent requested an action, in the order of the
+# observation. In the recordings of Crawler the target sometimes fell through the ground, down to
+# -9773 m, hence its mean height and its large std.
 UNITY_OBSERVATIONS = {
     ("3DBall", "random"): (
         "-.000718 .00111 -.096 3.06 .0109 -.0631 -1.42 .00708",
@@ -126,62 +145,110 @@ UNITY_OBSERVATIONS = {
 
 
 def groups(scene):
-    """What the observations are: name and indices."""
+    """Return names of groups of observations, and the indices of each group."""
     if scene == "3DBall":
-        ball = (f"ball {what}{axis}" for what in ("", "velocity ") for axis in "xyz")
-        names = ("platform rotation z", "platform rotation x", *ball)
+        names = ["platform rotation z", "platform rotation x"]
+        names += [f"ball {axis}" for axis in "xyz"]
+        names += [f"ball velocity {axis}" for axis in "xyz"]
         return [(name, [i]) for i, name in enumerate(names)]
-    whats = (("position", 0, 7, 3), ("rotation", 3, 7, 4), ("velocity", 63, 3, 3), ("local rotation", 90, 4, 4))
+
+    # Name, first index, stride from part to part, size
+    kinds = (
+        ("position", 0, 7, 3),
+        ("rotation", 3, 7, 4),
+        ("velocity", 63, 3, 3),
+        ("local rotation", 90, 4, 4),
+    )
+    parts_by_name = {"body": [0], "upper legs": [1, 3, 5, 7], "lower legs": [2, 4, 6, 8]}
     out = []
-    for name, parts in (("body", [0]), ("upper legs", [1, 3, 5, 7]), ("lower legs", [2, 4, 6, 8])):
-        for what, start, stride, size in whats:
-            out.append((f"{name}: {what}", [start + stride * part + k for part in parts for k in range(size)]))
-    out += [("speed off the goal", [126]), ("average velocity", [127, 128, 129]), ("goal velocity", [130, 131, 132])]
-    out += [("rotation to the goal", [133, 134, 135, 136]), ("target x, z", [137, 139]), ("target height", [138])]
-    out += [("ray down", [140]), ("body touches", [141])]
-    for i, name in enumerate(("upper legs touch", "upper legs' strength", "lower legs touch", "lower legs' strength")):
+    for name, parts in parts_by_name.items():
+        for kind, start, stride, size in kinds:
+            indices = [start + stride * part + k for part in parts for k in range(size)]
+            out.append((f"{name}: {kind}", indices))
+    out += [
+        ("speed off the goal", [126]),
+        ("average velocity", [127, 128, 129]),
+        ("goal velocity", [130, 131, 132]),
+        ("rotation to the goal", [133, 134, 135, 136]),
+        ("target x, z", [137, 139]),
+        ("target height", [138]),
+        ("ray down", [140]),
+        ("body touches", [141]),
+    ]
+    per_leg = (
+        "upper legs touch",
+        "upper legs' strength",
+        "lower legs touch",
+        "lower legs' strength",
+    )
+    for i, name in enumerate(per_leg):
         out.append((name, [142 + i + 4 * leg for leg in range(4)]))
     return out
 
 
-def load(path, seed, observations, actions):
-    """The policy as a function of observations; it samples its actions, as in Unity."""
+def load(path, seed, num_observations, num_actions):
+    """Return an ONNX policy as a function of observations. It samples its actions, as in Unity."""
     import onnxruntime
 
     if not path.is_file():
-        where = "ML-Agents ships one per scene, in Project/Assets/ML-Agents/Examples/<scene>/TFModels/."
+        where = "Project/Assets/ML-Agents/Examples/<scene>/TFModels/ of ML-Agents has one per scene"
         raise SystemExit(f"--onnx {path}: no such file. {where}")
     onnxruntime.set_seed(seed)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
     try:
         session = onnxruntime.InferenceSession(path, options)
     except Exception as error:
-        raise SystemExit(f"--onnx {path}: not a model that onnxruntime can run: {str(error).splitlines()[0]}") from None
-    inputs, outputs = {i.name: i.shape for i in session.get_inputs()}, {o.name: o.shape for o in session.get_outputs()}
-    sizes = {f"obs_{i}": inputs.get(f"obs_{i}", [None])[-1] for i in range(len(inputs))}  # one per sensor
-    taken = sum(size if isinstance(size, int) else -math.inf for size in sizes.values())
-    if taken != observations or outputs.get("continuous_actions", [None])[-1] != actions:
-        must = f"{observations} numbers as obs_0, obs_1, ... must give {actions} continuous_actions"
-        raise SystemExit(f"--onnx {path}: {must}; it takes {inputs}")
-    cuts = np.cumsum(list(sizes.values()))[:-1]
-    feed = lambda obs: dict(zip(sizes, np.split(obs, cuts, axis=1), strict=True))
-    return lambda obs: session.run(["continuous_actions"], feed(obs))[0]
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--onnx {path}: not a model that onnxruntime can run: {reason}") from None
+
+    # One input per sensor: obs_0, obs_1, ...
+    inputs = {x.name: x.shape for x in session.get_inputs()}
+    outputs = {x.name: x.shape for x in session.get_outputs()}
+    sizes = {f"obs_{i}": inputs.get(f"obs_{i}", [None])[-1] for i in range(len(inputs))}
+    known = all(isinstance(size, int) for size in sizes.values())
+    fits = known and sum(sizes.values()) == num_observations
+    if not fits or outputs.get("continuous_actions", [None])[-1] != num_actions:
+        needed = f"{num_observations} numbers as obs_0, obs_1, ... and {num_actions} actions"
+        raise SystemExit(
+            f"--onnx {path}: the scene has {needed} as continuous_actions; the model has {inputs}"
+        )
+    ends = np.cumsum(list(sizes.values()))[:-1]
+
+    def policy(obs):
+        sensors = dict(zip(sizes, np.split(obs, ends, axis=1), strict=True))
+        return session.run(["continuous_actions"], sensors)[0]
+
+    return policy
 
 
 def run(scene, name, policy, episodes, seed, player_args=()):
-    """Play until every agent has finished its share of episodes: their returns, lengths and ends, and the observations'
-    mean and std."""
-    returns, lengths, interrupted, start, told = [], [], [], time.time(), time.time()
+    """Play until every agent has finished its share of the episodes.
+
+    Return the number of episodes, the figures without it, and the mean and std of the observations.
+    """
+    returns = []
+    lengths = []
+    interrupted = []
+    start = time.time()
+    last_print = start
     with closing(UnityVecEnv(scene, seed=seed, player_args=player_args)) as envs:
-        share = -(-episodes // envs.num_envs)
-        finished, steps = np.zeros(envs.num_envs, int), 0
+        share = math.ceil(episodes / envs.num_envs)
+        finished = np.zeros(envs.num_envs, int)
+        steps = 0
         shape = envs.single_observation_space.shape
-        count, total, squares = 0, np.zeros(shape), np.zeros(shape)
+        count = 0
+        total = np.zeros(shape)
+        squares = np.zeros(shape)
         obs, infos = envs.reset()
         while (finished < share).any():
-            asking = obs[infos["ready"] & (finished < share)].astype(float)
-            count, total, squares = count + len(asking), total + asking.sum(0), squares + (asking**2).sum(0)
+            # Statistics of the observations at which agents request an action
+            requested = obs[infos["ready"] & (finished < share)].astype(float)
+            count += len(requested)
+            total += requested.sum(0)
+            squares += (requested**2).sum(0)
+
             obs, _, terminated, truncated, infos = envs.step(policy(obs))
             steps += 1
             for slot in np.flatnonzero((terminated | truncated) & (finished < share)):
@@ -189,61 +256,96 @@ def run(scene, name, policy, episodes, seed, player_args=()):
                 returns.append(infos["final_info"]["episode"]["r"][slot])
                 lengths.append(infos["final_info"]["episode"]["l"][slot])
                 interrupted.append(truncated[slot])
-            if time.time() - told > (1 if sys.stdout.isatty() else 20):
-                told, so_far = time.time(), f", return {np.mean(returns):.2f} so far" if returns else ""
-                line = f"{scene}, {name}: {len(returns)} of {share * envs.num_envs} episodes, {steps} steps"
-                line += f", {told - start:.0f} s{so_far}"
-                print(f"{line:<100}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+            live = sys.stdout.isatty()
+            if time.time() - last_print > (1 if live else 20):
+                last_print = time.time()
+                line = f"{scene}, {name}: {len(returns)} of {share * envs.num_envs} episodes"
+                line += f", {steps} steps, {last_print - start:.0f} s"
+                if returns:
+                    line += f", return {np.mean(returns):.2f} so far"
+                print(f"{line:<100}", end="\r" if live else "\n", flush=True)
+
+    figures = (
+        np.mean(returns),
+        np.std(returns),
+        np.mean(lengths),
+        np.median(lengths),
+        np.mean(interrupted),
+    )
     mean = total / count
-    figures = np.mean(returns), np.std(returns), np.mean(lengths), np.median(lengths), np.mean(interrupted)
-    return len(returns), figures, mean, np.sqrt(np.maximum(squares / count - mean**2, 0))
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+    return len(returns), figures, mean, std
 
 
-def report(scene, name, episodes, figures, mean, std):
-    rows = {"here": (episodes, *figures), **UNITY[scene, name]}
+def print_figures(scene, name, figures):
+    """Print the figures of this scene and of Unity."""
     title = f"{scene}, {'random actions' if name == 'random' else 'shipped policy'}"
-    print(f"\n{title:<34}{'episodes':>10}{'return':>10}{'std':>10}{'length':>10}{'median':>10}{'MaxStep':>10}")
-    for who, (n, r, r_std, length, median, full) in rows.items():
-        line = f"  {who:<32}{n:>10}{r:>10.2f}{r_std:>10.2f}{length:>10.1f}{median:>10.0f}{full:>10.0%}"
+    columns = ("episodes", "return", "std", "length", "median", "MaxStep")
+    print(f"\n{title:<34}" + "".join(f"{column:>10}" for column in columns))
+    for source, x in {"here": figures, **UNITY[scene, name]}.items():
+        line = f"  {source:<32}{x.episodes:>10}{x.mean_return:>10.2f}{x.std_return:>10.2f}"
+        line += f"{x.mean_length:>10.1f}{x.median_length:>10.0f}{x.full_length:>10.0%}"
         print(line.replace("nan", "  -"))
-    unity_mean, unity_std = (np.array(text.split(), float) for text in UNITY_OBSERVATIONS[scene, name])
+
+
+def print_observations(scene, name, mean, std):
+    """Print the mean and std of the observations here and in Unity, by group."""
+    unity_mean, unity_std = (
+        np.array(text.split(), float) for text in UNITY_OBSERVATIONS[scene, name]
+    )
     line = f"  {'observation':<32}{'mean here':>10}{'Unity':>10}{'std here':>10}{'Unity':>10}"
     print(f"{line}{'means differ, in stds of Unity':>32}{'stds, here / Unity':>20}")
     for group, indices in groups(scene):
-        far = (mean[indices] - unity_mean[indices]) / np.maximum(unity_std[indices], 1e-3)
-        spread, unity_spread = np.sqrt((std[indices] ** 2).mean()), np.sqrt((unity_std[indices] ** 2).mean())
-        worst = far[np.abs(far).argmax()]
         size = f" ({len(indices)})" if len(indices) > 1 else ""
-        line = f"  {group + size:<32}{mean[indices].mean():>10.3f}{unity_mean[indices].mean():>10.3f}"
-        moves = [i for i in indices if unity_std[i] > 0]
-        ratio = max((std[i] / unity_std[i] for i in moves), key=lambda x: abs(math.log(x or 1e-9)), default=1)
-        print(f"{line}{spread:>10.3f}{unity_spread:>10.3f}{worst:>+32.2f}{ratio:>20.2f}")
+        line = f"  {group + size:<32}"
+        line += f"{mean[indices].mean():>10.3f}{unity_mean[indices].mean():>10.3f}"
+        rms = np.sqrt((std[indices] ** 2).mean())
+        unity_rms = np.sqrt((unity_std[indices] ** 2).mean())
+        line += f"{rms:>10.3f}{unity_rms:>10.3f}"
+
+        # The largest differences of the group
+        shifts = (mean[indices] - unity_mean[indices]) / np.maximum(unity_std[indices], 1e-3)
+        largest_shift = shifts[np.abs(shifts).argmax()]
+        ratios = [std[i] / unity_std[i] for i in indices if unity_std[i] > 0]
+        largest_ratio = max(ratios, key=lambda x: abs(math.log(x or 1e-9)), default=1)
+        print(f"{line}{largest_shift:>+32.2f}{largest_ratio:>20.2f}")
     if scene == "Crawler":
-        print("  (n): over n observations, the mean of the means, the rms of the stds, and the worst of the last two")
+        legend = "the mean of the means, the rms of the stds, and the largest of both differences"
+        print(f"  (n): a group of n observations: {legend}")
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
     if args.episodes < 1:
-        raise SystemExit(f"--episodes {args.episodes}: at least 1")
-    observations, actions = {"3DBall": (8, 2), "Crawler": (158, 20)}[args.scene]
+        raise SystemExit(f"--episodes {args.episodes}: must be at least 1")
+    num_observations, num_actions = {"3DBall": (8, 2), "Crawler": (158, 20)}[args.scene]
     rng = np.random.default_rng(args.seed)
-    policies = {"random": lambda obs: rng.uniform(-1, 1, (len(obs), actions)).astype(np.float32)}
+
+    def random_policy(obs):
+        return rng.uniform(-1, 1, (len(obs), num_actions)).astype(np.float32)
+
+    policies = {"random": random_policy}
     if args.onnx:
-        policies["onnx"] = load(args.onnx, args.seed, observations, actions)
-    verdicts, missed = [], 0
+        policies["onnx"] = load(args.onnx, args.seed, num_observations, num_actions)
+
+    verdicts = []
+    missed = 0
     for name, policy in policies.items():
         wanted = args.episodes * (10 if name == "random" else 1)
-        episodes, figures, mean, std = run(args.scene, name, policy, wanted, args.seed)
-        report(args.scene, name, episodes, figures, mean, std)
-        for what, which, low, high in THRESHOLDS[args.scene, name]:
-            good = low <= figures[which] <= high
-            missed += not good
-            wanted = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
-            verdicts.append(f"{name} {what} {figures[which]:.4g} is {'' if good else 'NOT '}{wanted}")
-    left_out = "" if args.onnx else " (shipped policy not run: no --onnx)"
+        episodes, numbers, mean, std = run(args.scene, name, policy, wanted, args.seed)
+        figures = Figures(episodes, *numbers)
+        print_figures(args.scene, name, figures)
+        print_observations(args.scene, name, mean, std)
+        for title, field, low, high in THRESHOLDS[args.scene, name]:
+            value = getattr(figures, field)
+            holds = low <= value <= high
+            missed += not holds
+            limits = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+            verdicts.append(f"{name} {title} {value:.4g} is {'' if holds else 'NOT '}{limits}")
+    skipped = "" if args.onnx else " (shipped policy skipped: no --onnx)"
     verdict = f"{missed} thresholds MISSED" if missed else "thresholds hold"
-    print(f"\n{args.scene}: {verdict}{left_out}: {'; '.join(verdicts)}")
+    print(f"\n{args.scene}: {verdict}{skipped}: {'; '.join(verdicts)}")
     sys.exit(1 if missed else 0)
 
 

@@ -1,20 +1,23 @@
-"""Real training runs through random misfortunes: what is lost (nothing should be), what stays behind, what grows.
+"""Interrupt real training runs in random ways, and check that nothing is lost, left over or leaking.
 
-    python benchmarks/torture.py --minutes 5                             exit code 1 if anything is lost or left behind
+    python benchmarks/torture.py --minutes 5
     python benchmarks/torture.py --minutes 2 --runs unity --only "kill -9" SIGTERM
-    python benchmarks/torture.py --minutes 5 --out torture               keeps the runs, and what they said
+    python benchmarks/torture.py --minutes 5 --out torture               keep the runs and their output
 
-Small runs of all scripts are struck one after another: signals, kill -9 of trainer, player and worker, a reader that
-goes away, a full disk, two processes in one run. What ends is resumed. Beside them one trainer, the veteran, lives on
-from the first minute to the last, through all that a trainer must survive: memory and file descriptors are its. With a
-seed the misfortunes are the same, in the same order; the clock decides how many there are.
+Small runs of the scripts are interrupted one after another: signals, kill -9 of the trainer, of a
+player or of a worker, a closed pipe, a full disk, two processes for one run. Runs that end are
+resumed. In parallel, one trainer, the "veteran", runs from the first minute to the last through all
+incidents that a trainer must survive; the growth of memory and of open files is measured there. With
+the same seed the incidents are the same, in the same order; their number depends on the time.
 
-After each one the checkpoint must load, be finite, and have at least the decisions that any checkpoint had before.
-After an orderly end it must be that of the last iteration in the run's log; after kill -9 it may be older by the
-checkpoint interval and the iterations that were under way. Who resumes must go on from just there. No process, port,
-shared memory or temporary file may stay. Processes are known by a mark in their environment, which their children
-inherit: nothing without it is touched. Linux only. As root, disks and /dev/shm are tmpfs of our own, in a mount
-namespace that ends with us; otherwise no disk gets full.
+After each incident the checkpoint must load, be finite, and have at least as many decisions as any
+checkpoint before. After an orderly end it must be that of the last logged iteration. After kill -9
+it may be older by the checkpoint interval and by unfinished iterations. A resumed run must continue
+from exactly there. No process, port, shared memory or temporary file may be left over. Processes are
+recognized by an environment variable that their children inherit; no other process is touched.
+
+The exit code is 1 if anything is lost or left over. Linux only. With root rights, disks and /dev/shm
+are tmpfs in a private mount namespace; otherwise "full disk" is skipped.
 """
 
 import argparse
@@ -43,201 +46,290 @@ from tensorboard.compat.proto.event_pb2 import Event
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoints  # noqa: E402
+from onefile_rl import checkpoints  # noqa: E402
 
-MARK, NUMBERS = f"TORTURE={uuid.uuid4()}", itertools.count(1)
-LIBC, DISK = ctypes.CDLL(None), 64  # MiB
-PATIENCE = 90  # seconds for whatever must happen; a hung player is noticed after 60
-# Script, decisions in an iteration, and settings that make one short. A checkpoint is written every third.
-PPO, BALL = "ppo_continuous_multiagent.py", "--env-id 3DBall --num-players 2 --num-steps 32 --num-minibatches 8"
+MARK = f"TORTURE={uuid.uuid4()}"  # the environment variable of all processes started here
+NUMBERS = itertools.count(1)  # of the trainers
+LIBC = ctypes.CDLL(None)
+DISK_SIZE = 64  # MiB
+TIMEOUT = 90  # seconds for anything that must happen; a hung player is noticed after 60
+
+# Script, decisions per iteration, and settings that make an iteration short. A checkpoint is
+# written every third iteration.
+PPO = "ppo_continuous_multiagent.py"
+BALL = "--env-id 3DBall --num-players 2 --num-steps 32 --num-minibatches 8"
 RUNS = {
     "gym": (PPO, 512, "--env-id Reacher2Dof-v0 --num-envs 2 --num-steps 256 --num-minibatches 8"),
     "unity": (PPO, 768, BALL),
     "pixel": (
-        "ppo_pixel.py", 64, "--env-id DummyPixels-v0 --num-workers 2 --num-envs 4 --num-steps 16 --num-minibatches 2 "
-        "--update-epochs 1 --features 64"
+        "ppo_pixel.py",
+        64,
+        "--env-id DummyPixels-v0 --num-workers 2 --num-envs 4 --num-steps 16 --num-minibatches 2 "
+        "--update-epochs 1 --features 64",
     ),
     "sac": (
-        "sac_continuous.py", 1000, "--env-id Reacher2Dof-v0 --buffer-size 5000 --learning-starts 500 --batch-size 32 "
-        "--updates-per-step 0.1 --hidden-sizes 32 32 --save-buffer"
+        "sac_continuous.py",
+        1000,
+        "--env-id Reacher2Dof-v0 --buffer-size 5000 --learning-starts 500 --batch-size 32 "
+        "--updates-per-step 0.1 --hidden-sizes 32 32 --save-buffer",
     ),
     "veteran": (PPO, 768, BALL),
-}  # fmt: skip
-LASTING = ["full disk", "two at once"]  # the trainer lives on
-ENDS = ["kill -9", "SIGTERM", "SIGINT", "SIGINT twice", "SIGHUP", "stdout gone", "resumed while it ends"]
-ENDING = [*ENDS[:-1], "worker killed", "player stopped, SIGINT twice"]  # and nobody has gone on
-MISFORTUNES = dict.fromkeys(RUNS, ENDS + LASTING)
-MISFORTUNES["unity"] = [*ENDS, *LASTING, "player killed", "player stopped, SIGINT twice"]
-MISFORTUNES["pixel"] = [*ENDS, *LASTING, "worker killed"]
-MISFORTUNES["veteran"] = [*LASTING, "player killed", "player killed", "player stopped"]
+}
+
+SURVIVED = ["full disk", "two at once"]  # the trainer continues
+ENDED = [
+    "kill -9",
+    "SIGTERM",
+    "SIGINT",
+    "SIGINT twice",
+    "SIGHUP",
+    "stdout closed",
+    "resumed while it ends",
+]
+# Incidents after which no trainer is left. "resumed while it ends" may leave the resumed one
+NO_TRAINER = [*ENDED[:-1], "worker killed", "player stopped, SIGINT twice"]
+INCIDENTS = dict.fromkeys(RUNS, ENDED + SURVIVED)
+INCIDENTS["unity"] = [*ENDED, *SURVIVED, "player killed", "player stopped, SIGINT twice"]
+INCIDENTS["pixel"] = [*ENDED, *SURVIVED, "worker killed"]
+INCIDENTS["veteran"] = [*SURVIVED, "player killed", "player killed", "player stopped"]
 
 
 class Stopped(Exception):
-    """We are interrupted ourselves."""
+    """This program itself was interrupted."""
 
 
-# What the system knows
+# Information of the system
 
 
 def marked(mark, script=""):
-    """Processes whose mark begins so, and whose command line has this in it."""
+    """Yield the processes whose mark starts with `mark` and whose command line contains `script`."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            marks = (entry / "environ").read_bytes().split(b"\0")
-            if any(x.startswith(mark.encode()) for x in marks) and script.encode() in (entry / "cmdline").read_bytes():
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            is_marked = any(x.startswith(mark.encode()) for x in variables)
+            if is_marked and script.encode() in (entry / "cmdline").read_bytes():
                 yield int(entry.name)
 
 
-def end(pids):
+def kill(pids):
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def open_files(pid):
-    """By what stands behind them."""
+    """Return the names of the open files and sockets of a process."""
     with suppress(OSError):
-        return [os.path.basename(os.path.realpath(link)) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        links = Path(f"/proc/{pid}/fd").iterdir()
+        return [os.path.basename(os.path.realpath(link)) for link in links]
     return []
 
 
 def listening():
-    """Ports by the inode of their socket."""
-    rows = [row.split() for x in ("tcp", "tcp6") for row in Path("/proc/net", x).read_text().splitlines()[1:]]
-    return {f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    """Return the ports on which processes listen, by the name of their socket."""
+    ports = {}
+    for protocol in ("tcp", "tcp6"):
+        for line in Path("/proc/net", protocol).read_text().splitlines()[1:]:
+            cells = line.split()
+            if cells[3] == "0A":
+                ports[f"socket:[{cells[9]}]"] = int(cells[1].rpartition(":")[2], 16)
+    return ports
 
 
-def own_mounts():
-    """From here on, mounts that only we and our children see."""
-    new_namespace, private = 0x20000, 0x44000
-    return os.geteuid() == 0 and LIBC.unshare(new_namespace) == 0 and LIBC.mount(b"", b"/", b"", private, None) == 0
+def unshare_mounts():
+    """Make later mounts visible to this process and its children only. Return whether it worked."""
+    new_namespace = 0x20000
+    private = 0x44000
+    if os.geteuid() != 0 or LIBC.unshare(new_namespace) != 0:
+        return False
+    return LIBC.mount(b"", b"/", b"", private, None) == 0
 
 
 def mount(place):
-    return LIBC.mount(b"tmpfs", bytes(Path(place)), b"tmpfs", 0, f"size={DISK}m".encode()) == 0
+    """Mount a small tmpfs. Return whether it worked."""
+    size = f"size={DISK_SIZE}m".encode()
+    return LIBC.mount(b"tmpfs", bytes(Path(place)), b"tmpfs", 0, size) == 0
 
 
 def events(folder, pid):
-    """What a process wrote for TensorBoard. The last record may be half there."""
-    for path in sorted(folder.glob(f"events.out.tfevents.*.{pid}.*")) if folder else ():
-        data, at = path.read_bytes(), 0
-        while at + 12 <= len(data) and at + 16 + (size := struct.unpack_from("<Q", data, at)[0]) <= len(data):
-            with suppress(Exception):  # torn, on a full disk
+    """Yield the TensorBoard events of a process. The last one may be incomplete."""
+    if not folder:
+        return
+    for path in sorted(folder.glob(f"events.out.tfevents.*.{pid}.*")):
+        data = path.read_bytes()
+        at = 0
+        while at + 12 <= len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            if at + 16 + size > len(data):
+                break
+            with suppress(Exception):  # incomplete, on a full disk
                 yield Event.FromString(data[at + 12 : at + 12 + size])
             at += 16 + size
 
 
 def finite(x):
+    """Return whether all tensors in nested dicts and lists are finite."""
     if isinstance(x, torch.Tensor):
         return bool(torch.isfinite(x).all())
-    return all(map(finite, x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()))
+    if isinstance(x, dict):
+        return all(map(finite, x.values()))
+    if isinstance(x, (list, tuple)):
+        return all(map(finite, x))
+    return True
 
 
 # Runs
 
 
-class Life:
-    """A trainer's process, what it says, and what it holds."""
+class Trainer:
+    """A training process, its output, and samples of its memory and open files."""
 
     def __init__(self, run):
         number = next(NUMBERS)
-        self.run, self.mark, self.words, self.held, self.samples = run, f"{MARK}.{number}.", "", set(), []
-        self.begin, self.from_step, self.blows = time.monotonic(), run.step, 0
-        self.temporary, self.log = run.home / f"tmp{number}", open(run.home / f"life{number}.txt", "wb")
+        self.run = run
+        self.mark = f"{MARK}.{number}."
+        self.output = ""
+        self.sockets = set()  # of the trainer and its children
+        self.samples = []  # memory in MiB and number of open files, once per second
+        self.start = time.monotonic()
+        self.resumed_step = (
+            run.step
+        )  # the decisions of the checkpoint to resume; 0: none, or checked
+        self.incidents = 0
+        self.temporary = run.home / f"tmp{number}"
         self.temporary.mkdir()
-        more = ["--resume", run.folder] if run.folder else run.settings
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(run.home.parent / "config")}
-        environment |= {"TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", "TORTURE": self.mark.partition("=")[2]}
-        command = [sys.executable, str(run.script), *map(str, more)]
-        streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.process = subprocess.Popen(command, cwd=run.disk, env=environment, start_new_session=True, **streams)
-        self.pid, self.out = self.process.pid, self.process.stdout
-        os.set_blocking(self.out.fileno(), False)
+        self.log = open(run.home / f"trainer{number}.txt", "wb")
 
-    def look(self):
-        """Whether it lives."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_CONFIG_HOME": str(run.home.parent / "config"),
+            "TMPDIR": str(self.temporary),
+            # torch makes this folder together with the first optimizer, by default in TMPDIR
+            "TORCHINDUCTOR_CACHE_DIR": str(run.home.parent / "inductor"),
+            "PYTHONUNBUFFERED": "1",
+            "TORTURE": self.mark.partition("=")[2],
+        }
+        options = ["--resume", run.folder] if run.folder else run.settings
+        self.process = subprocess.Popen(
+            [sys.executable, str(run.script), *map(str, options)],
+            cwd=run.disk,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.pid = self.process.pid
+        self.pipe = self.process.stdout
+        os.set_blocking(self.pipe.fileno(), False)
+
+    def is_alive(self):
+        """Read new output, take a sample, and return whether the process is alive."""
         alive = self.process.poll() is None
-        with suppress(ValueError):  # we have closed it
-            while more := self.out.read(65536):
-                self.words += more.decode(errors="replace")
+        with suppress(ValueError):  # the pipe was closed here
+            while more := self.pipe.read(65536):
+                self.output += more.decode(errors="replace")
                 self.log.write(more)
-        if alive and time.monotonic() > self.begin + len(self.samples):
+        if alive and time.monotonic() > self.start + len(self.samples):
             for pid in marked(self.mark):
-                self.held |= {name for name in open_files(pid) if name.startswith("socket:")}
+                self.sockets |= {x for x in open_files(pid) if x.startswith("socket:")}
             with suppress(OSError):
                 pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-                self.samples.append((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(open_files(self.pid))))
+                memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+                self.samples.append((memory, len(open_files(self.pid))))
         return alive
 
     def signal(self, number):
-        """As a terminal does it: to the whole group, which the trainer leads."""
+        """Send a signal to the process group of the trainer, as a terminal does."""
         if self.process.poll() is None:
             os.killpg(self.pid, number)
 
-    def printed(self):
-        return max((int(x.replace(",", "")) for x in re.findall(r"([\d,]+) steps", self.words)), default=0)
+    def printed_step(self):
+        """Return the decisions of the last line of progress."""
+        steps = re.findall(r"([\d,]+) steps", self.output)
+        return max((int(x.replace(",", "")) for x in steps), default=0)
 
-    def said(self):
-        """When it ended."""
-        return max(map(int, re.findall(r"Stopped after (\d+) decisions", self.words)), default=0)
+    def stopped_step(self):
+        """Return the decisions that the trainer reported when it stopped."""
+        steps = re.findall(r"Stopped after (\d+) decisions", self.output)
+        return max(map(int, steps), default=0)
 
-    def began(self):
-        """Where it went on, by its log: TensorBoard forgets what comes after."""
-        starts = (event.step - 1 for event in events(self.run.folder, self.pid) if event.session_log.status == 1)
-        return next(starts, None)
+    def first_step(self):
+        """Return the decisions from which the trainer resumed, according to its events."""
+        for event in events(self.run.folder, self.pid):
+            if event.session_log.status == 1:
+                return event.step - 1
+        return None
 
-    def logged(self):
-        """The last iteration that it has finished."""
-        return max((event.step for event in events(self.run.folder, self.pid) if event.summary.value), default=0)
+    def logged_step(self):
+        """Return the decisions of the last logged iteration."""
+        steps = [x.step for x in events(self.run.folder, self.pid) if x.summary.value]
+        return max(steps, default=0)
 
 
 class Run:
-    """One folder, and the processes that come and go in it."""
+    """The folder of a run, and its current trainer."""
 
     def __init__(self, name, report, args):
         script, self.batch, settings = RUNS[name]
-        self.name, self.report, self.home = name, report, report.out / name
+        self.name = name
+        self.report = report
+        self.home = report.out / name
         self.script = args.script.resolve() if script == PPO else ROOT / script
-        self.interval, self.settings = 3 * self.batch, settings.split()
-        self.settings += ["--no-compile", "--total-timesteps", 10**9, "--checkpoint-interval", self.interval]
-        self.disk, self.folder, self.step, self.seen, self.life = self.home / "disk", None, 0, None, None
-        self.what, self.troubles = "", [0, 0]
+        self.interval = 3 * self.batch
+        self.settings = [*settings.split(), "--no-compile", "--total-timesteps", 10**9]
+        self.settings += ["--checkpoint-interval", self.interval]
+        self.disk = self.home / "disk"
+        self.folder = None  # of the run, once it has a checkpoint
+        self.step = 0  # decisions of the last checkpoint
+        self.seen = None  # inode and time of the last checkpoint
+        self.trainer = None
+        self.incident = ""
+        self.num_lost = 0  # in the current incident
+        self.num_left = 0
         self.disk.mkdir(parents=True)
         self.mounted = report.mounts and mount(self.disk)
 
-    def lose(self, words):
-        self.troubles[0] += 1
-        self.report.note(self.report.lost, "LOST", f"{self.name}, {self.what}: {words}")
+    def report_lost(self, text):
+        self.num_lost += 1
+        self.report.note(self.report.lost, "LOST", f"{self.name}, {self.incident}: {text}")
 
-    def leave(self, words):
-        self.troubles[1] += 1
-        self.report.note(self.report.left, "LEFT BEHIND", f"{self.name}, {self.what}: {words}")
+    def report_left(self, text):
+        self.num_left += 1
+        self.report.note(self.report.left, "LEFT OVER", f"{self.name}, {self.incident}: {text}")
 
-    def look(self):
-        """A checkpoint is whole whenever one looks, and never older than it was."""
-        self.folder = self.folder or next((path.parent for path in self.disk.glob("runs/*/checkpoint.pt")), None)
+    def check_checkpoint(self):
+        """Check a new checkpoint: it must be complete, finite, and not older than the last one."""
+        if self.folder is None:
+            paths = self.disk.glob("runs/*/checkpoint.pt")
+            self.folder = next((path.parent for path in paths), None)
         if self.folder is None:
             return
+        before = self.step
         try:
             file = os.stat(self.folder / "checkpoint.pt")
-            if (file.st_ino, file.st_mtime_ns) == self.seen:
+            version = (file.st_ino, file.st_mtime_ns)
+            if version == self.seen:
                 return
-            self.seen, before = (file.st_ino, file.st_mtime_ns), self.step
+            self.seen = version
             state = checkpoints.load(self.folder, self.script)[1]
         except (OSError, ValueError) as error:
-            return self.lose(str(error))
+            self.report_lost(str(error))
+            return
         self.step = state["global_step"]
         if not finite(state["kept"]):
-            self.lose("the checkpoint is not finite")
+            self.report_lost("the checkpoint is not finite")
         if self.step < before:
-            self.lose(f"the checkpoint goes back from {before} to {self.step} decisions")
+            self.report_lost(f"the checkpoint went back from {before} to {self.step} decisions")
 
-    def wait(self, done, seconds=PATIENCE):
+    def wait(self, done, seconds=TIMEOUT):
+        """Wait until done() is true. Return False after so many seconds."""
         until = time.monotonic() + seconds
         while not done():
-            if self.life:
-                self.life.look()
-            self.look()
+            if self.trainer:
+                self.trainer.is_alive()
+            self.check_checkpoint()
             if self.report.stop.is_set():
                 raise Stopped
             if time.monotonic() > until:
@@ -245,189 +337,298 @@ class Run:
             time.sleep(0.05)
         return True
 
-    def goes_on(self, decisions=0):
-        """A new checkpoint, so many decisions later, by the process that is there."""
-        life, before = self.life, self.step
-        there = self.wait(lambda: not life.look() or self.step > before + decisions)
-        if not there or not life.look():
-            last = (life.words.strip().splitlines() or ["it said nothing"])[-1]
-            self.lose(f"does not go on after {before} decisions: {last}")
-            return self.over()
-        if life.from_step and life.began() not in (None, life.from_step):
-            self.lose(f"goes on from {life.began()} decisions, and the checkpoint had {life.from_step}")
-        life.from_step = 0
+    def sleep(self, seconds):
+        self.wait(lambda: False, seconds)
+
+    def expect_progress(self, decisions=0):
+        """Wait for a new checkpoint with more than so many decisions since the last one."""
+        trainer = self.trainer
+        before = self.step
+        progress = self.wait(lambda: not trainer.is_alive() or self.step > before + decisions)
+        if not progress or not trainer.is_alive():
+            lines = trainer.output.strip().splitlines() or ["no output"]
+            self.report_lost(f"does not continue after {before} decisions: {lines[-1]}")
+            self.expect_end()
+            return
+        if trainer.resumed_step and trainer.first_step() not in (None, trainer.resumed_step):
+            wrong = f"resumes from {trainer.first_step()} decisions"
+            self.report_lost(f"{wrong}, but the checkpoint had {trainer.resumed_step}")
+        trainer.resumed_step = 0
         for path in self.folder.glob(".*.tmp"):
-            if f".{life.pid}." not in path.name:
-                self.leave(path.name)
+            if f".{trainer.pid}." not in path.name:
+                self.report_left(path.name)
 
-    def over(self, late=None):
-        """The process has ended, or is ended here. late: by how many decisions what it kept may be older than what it
-        made; None if nothing is promised."""
-        life, self.life = self.life, None
-        if not self.wait(lambda: not life.look()):
-            self.lose(f"has not ended after {PATIENCE} s")
-            end([life.pid])
-        life.process.wait()
-        life.look()
-        life.log.close()
-        life.out.close()
-        self.report.lives.append(life)
-        if not self.wait(lambda: not list(marked(life.mark)), 15):
-            for pid in marked(life.mark):
-                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-                self.leave(f"process {pid}, {command}")
-                end([pid])
-        for port in {port for name, port in listening().items() if name in life.held}:
-            self.leave(f"port {port}")
-        for path in life.temporary.iterdir():
-            self.leave(f"temporary file {path.name}")
-        self.look()
-        made = max(life.logged(), life.printed() if late else 0) - (late or 0)
-        if late is not None and self.step < made:
-            self.lose(f"{made - self.step} decisions: {made} made, {self.step} kept")
-        if life.said() > self.step:
-            self.lose(f"it says {life.said()} decisions, the checkpoint has {self.step}")
-        with suppress(ValueError):  # what is wrong with the checkpoint is known by now
-            for file in checkpoints.load(self.folder, self.script)[1]["large"].values() if self.folder else ():
+    def expect_end(self, allowed_loss=None):
+        """Wait for the end of the trainer, and check that nothing is lost or left over.
+
+        allowed_loss: by how many decisions the checkpoint may be older than the last logged
+            iteration; None: by any number
+        """
+        trainer = self.trainer
+        self.trainer = None
+        if not self.wait(lambda: not trainer.is_alive()):
+            self.report_lost(f"has not ended after {TIMEOUT} s")
+            kill([trainer.pid])
+        trainer.process.wait()
+        trainer.is_alive()  # reads the last output
+        trainer.log.close()
+        trainer.pipe.close()
+        self.report.trainers.append(trainer)
+
+        self.check_leftovers(trainer)
+        self.check_checkpoint()
+        self.check_losses(trainer, allowed_loss)
+
+    def check_leftovers(self, trainer):
+        """Report processes, ports and temporary files that the trainer has left over."""
+        if not self.wait(lambda: not list(marked(trainer.mark)), 15):
+            for pid in marked(trainer.mark):
+                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+                command = command.replace("\0", " ")
+                self.report_left(f"process {pid}, {command}")
+                kill([pid])
+        for port in {port for name, port in listening().items() if name in trainer.sockets}:
+            self.report_left(f"port {port}")
+        for path in trainer.temporary.iterdir():
+            self.report_left(f"temporary file {path.name}")
+
+    def check_losses(self, trainer, allowed_loss):
+        """Report decisions and files that the checkpoint should have."""
+        if allowed_loss is not None:
+            made = trainer.logged_step()
+            if allowed_loss:
+                made = max(made, trainer.printed_step())
+            made -= allowed_loss
+            if self.step < made:
+                lost = f"{made - self.step} decisions: {made} made, {self.step} kept"
+                self.report_lost(lost)
+        if trainer.stopped_step() > self.step:
+            reported = f"the trainer reported {trainer.stopped_step()} decisions"
+            self.report_lost(f"{reported}, the checkpoint has {self.step}")
+        if not self.folder:
+            return
+        with suppress(ValueError):  # a bad checkpoint has been reported already
+            state = checkpoints.load(self.folder, self.script)[1]
+            for file in state["large"].values():
                 if not (self.folder / file).exists():
-                    self.lose(f"{file}, a part of the checkpoint")
+                    self.report_lost(f"{file}, a part of the checkpoint")
 
-    def suffer(self, what, when, how):
-        """when, how: random numbers from 0 to 1, for the moment and for whatever else there is to choose."""
-        self.what, self.troubles = what, [0, 0]
-        if what == "full disk" and not self.mounted:
+    def suffer(self, incident, when, how):
+        """Let the run go through one incident.
+
+        when, how: random numbers from 0 to 1 that determine its time and its details
+        """
+        self.incident = incident
+        self.num_lost = 0
+        self.num_left = 0
+        if incident == "full disk" and not self.mounted:
             self.report.tell(self, "skipped: only root can mount a small disk", skipped=True)
-            return self.wait(lambda: False, 1)
-        new, twin = self.life is None, None
-        if new and self.folder and what == "two at once":
-            twin = Life(self)
-        self.life = life = self.life or Life(self)
-        if new and self.step and what in ENDS and when < 0.25:  # in the midst of its start
-            self.wait(lambda: not life.look(), 16 * when)
-        elif not twin:
-            self.goes_on()
-            self.wait(lambda: False, 3 * when)
-        if self.life:
-            life.look()
-            before = max(self.step, life.printed())
-            life.blows += 1
-            self.strike(life, what, how, twin)
-            if self.life and what in ENDING:
-                self.over(0 if what != "kill -9" else self.interval + 2 * self.batch)
-            elif self.life:
-                self.goes_on(self.interval)  # one may have been under way
-            self.report.tell(self, f"{before:,} -> {self.step:,}")
-        else:
-            self.report.tell(self, "it was not there to suffer")
+            self.sleep(1)
+            return
 
-    def strike(self, life, what, how, twin):
-        if what.startswith(("player", "worker")):
-            script, children = {"p": "envs/player.py", "w": "envs/pixels.py"}[what[0]], []
-            self.wait(lambda: children.extend(sorted(marked(life.mark, script))) or children)
-            hung = life.words.count("has not answered")
-            os.kill(children[int(how * len(children))], signal.SIGSTOP if "stopped" in what else signal.SIGKILL)
-            if what == "player stopped":
-                self.wait(lambda: life.words.count("has not answered") > hung)
-        if what == "kill -9":
-            end([life.pid])
-        elif what in ("SIGTERM", "SIGINT", "SIGHUP"):
-            life.signal(getattr(signal, what))
-        elif what.endswith("SIGINT twice"):
-            life.signal(signal.SIGINT)
-            self.wait(lambda: not life.look(), how)
-            life.signal(signal.SIGINT)
-        elif what == "stdout gone":
-            life.out.close()
-        elif what == "resumed while it ends":  # somebody does not wait: is refused, or goes on from the end
-            second = Life(self)
-            self.wait(lambda: not second.look(), 6 * how)
-            life.signal(signal.SIGTERM)
-            self.over(0)
-            self.life, second.from_step = second, life.said() or second.from_step
-            self.wait(lambda: not second.look() or "tensorboard --logdir" in second.words)
-            if not second.look() and ("in use" in second.words or "in the meantime" in second.words):
-                self.over()
-        elif what == "two at once":  # one is told so and ends, and the other does not notice
-            both = [life, twin or Life(self)]
-            self.wait(lambda: not all(life.look() for life in both))
-            both.sort(key=Life.look)
-            if [life.look() for life in both] != [False, True] or "in use" not in both[0].words:
-                self.lose("of two processes in one run not exactly one is refused")
-            self.life = both[0]
-            self.over()
-            self.life = both[1]
-        elif what == "full disk":
-            ballast = self.disk / "ballast"
-            with suppress(OSError), open(ballast, "wb", buffering=0) as file:
-                while file.write(bytes(4096)):
-                    pass
-            try:
-                self.wait(lambda: False, 1 + 3 * how)
-            finally:
-                ballast.unlink(missing_ok=True)
+        # Start a trainer if there is none, and choose the time of the incident
+        is_new = self.trainer is None
+        twin = None
+        if is_new and self.folder and incident == "two at once":
+            twin = Trainer(self)
+        if is_new:
+            self.trainer = Trainer(self)
+        trainer = self.trainer
+        if is_new and self.step and incident in ENDED and when < 0.25:
+            self.wait(lambda: not trainer.is_alive(), 16 * when)  # while it starts
+        elif not twin:
+            self.expect_progress()
+            self.sleep(3 * when)
+        if not self.trainer:
+            self.report.tell(self, "the trainer had ended before")
+            return
+
+        trainer.is_alive()  # reads its output
+        before = max(self.step, trainer.printed_step())
+        trainer.incidents += 1
+        self.strike(trainer, incident, how, twin)
+        if self.trainer and incident in NO_TRAINER:
+            killed = incident == "kill -9"
+            self.expect_end(self.interval + 2 * self.batch if killed else 0)
+        elif self.trainer:
+            # More than one interval: a checkpoint may have been under way
+            self.expect_progress(self.interval)
+        self.report.tell(self, f"{before:,} -> {self.step:,}")
+
+    def strike(self, trainer, incident, how, twin):
+        """Cause the incident."""
+        if incident.startswith(("player", "worker")):
+            self.strike_child(trainer, incident, how)
+        if incident == "kill -9":
+            kill([trainer.pid])
+        elif incident in ("SIGTERM", "SIGINT", "SIGHUP"):
+            trainer.signal(getattr(signal, incident))
+        elif incident.endswith("SIGINT twice"):
+            trainer.signal(signal.SIGINT)
+            self.wait(lambda: not trainer.is_alive(), how)
+            trainer.signal(signal.SIGINT)
+        elif incident == "stdout closed":
+            trainer.pipe.close()
+        elif incident == "resumed while it ends":
+            self.resume_while_it_ends(trainer, how)
+        elif incident == "two at once":
+            self.run_two(trainer, twin or Trainer(self))
+        elif incident == "full disk":
+            self.fill_disk(1 + 3 * how)
+
+    def strike_child(self, trainer, incident, how):
+        """Kill or stop a player or a worker."""
+        is_player = incident.startswith("player")
+        script = "envs/unity_scenes/player.py" if is_player else "envs/pixel_workers.py"
+        children = []
+        self.wait(lambda: children.extend(sorted(marked(trainer.mark, script))) or children)
+        message = "has not answered"
+        num_messages = trainer.output.count(message)
+        number = signal.SIGSTOP if "stopped" in incident else signal.SIGKILL
+        os.kill(children[int(how * len(children))], number)
+        if incident == "player stopped":
+            self.wait(lambda: trainer.output.count(message) > num_messages)
+
+    def resume_while_it_ends(self, trainer, how):
+        """Start a second trainer, then end the first one. The second one is refused, or resumes
+        from the end of the first one."""
+        second = Trainer(self)
+        self.wait(lambda: not second.is_alive(), 6 * how)
+        trainer.signal(signal.SIGTERM)
+        self.expect_end(0)
+        self.trainer = second
+        second.resumed_step = trainer.stopped_step() or second.resumed_step
+        self.wait(lambda: not second.is_alive() or "tensorboard --logdir" in second.output)
+        refused = "in use" in second.output or "in the meantime" in second.output
+        if not second.is_alive() and refused:
+            self.expect_end()
+
+    def run_two(self, trainer, twin):
+        """Run two trainers: one must be refused, the other one continues."""
+        both = [trainer, twin]
+        self.wait(lambda: not all(x.is_alive() for x in both))
+        both.sort(key=Trainer.is_alive)
+        ended, alive = both
+        as_expected = not ended.is_alive() and alive.is_alive() and "in use" in ended.output
+        if not as_expected:
+            self.report_lost("of two processes for one run, not exactly one was refused")
+        self.trainer = ended
+        self.expect_end()
+        self.trainer = alive
+
+    def fill_disk(self, seconds):
+        """Fill the disk for so many seconds."""
+        ballast = self.disk / "ballast"
+        with suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        try:
+            self.sleep(seconds)
+        finally:
+            ballast.unlink(missing_ok=True)
 
 
 class Report:
+    """All incidents, and everything that was lost or left over."""
+
     def __init__(self, out):
-        self.out, self.start, self.stop, self.lock = out, time.monotonic(), threading.Event(), threading.Lock()
-        self.lost, self.left, self.lives, self.events = [], [], [], []
-        self.mounts = own_mounts()
-        self.shared = set() if self.mounts and mount("/dev/shm") else set(os.listdir("/dev/shm"))
+        self.out = out
+        self.start = time.monotonic()
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        self.lost = []
+        self.left = []
+        self.trainers = []  # those that have ended
+        self.events = []  # incident, whether it was skipped, whether something was lost, left over
+        self.mounts = unshare_mounts()
+        self.shared = set()  # names in /dev/shm that are known
+        if not self.mounts or not mount("/dev/shm"):
+            self.shared = set(os.listdir("/dev/shm"))
 
-    def note(self, where, kind, words):
+    def note(self, notes, kind, text):
         with self.lock:
-            where.append(words)
-            print(f"{time.monotonic() - self.start:6.1f} s  {kind}  {words}", flush=True)
+            notes.append(text)
+            print(f"{time.monotonic() - self.start:6.1f} s  {kind}  {text}", flush=True)
 
-    def tell(self, run, words, skipped=False):
-        """One line for each misfortune."""
-        for name in set(os.listdir("/dev/shm")) - self.shared if not run.life else ():
-            self.shared.add(name)
-            run.leave(f"/dev/shm/{name}")
+    def tell(self, run, text, skipped=False):
+        """Print a line for an incident."""
+        if not run.trainer:
+            for name in set(os.listdir("/dev/shm")) - self.shared:
+                self.shared.add(name)
+                run.report_left(f"/dev/shm/{name}")
         with self.lock:
-            self.events.append((run.what, skipped, *map(bool, run.troubles)))
-            print(f"{time.monotonic() - self.start:6.1f} s  {run.name:8} {run.what:29} {words}", flush=True)
+            self.events.append((run.incident, skipped, run.num_lost > 0, run.num_left > 0))
+            seconds = f"{time.monotonic() - self.start:6.1f} s"
+            print(f"{seconds}  {run.name:8} {run.incident:29} {text}", flush=True)
 
-    def table(self):
-        print(f"\n{'misfortune':30} events  survived  lost  left behind  skipped")
-        for what in dict.fromkeys(event[0] for event in sorted(self.events)):
-            rows = [row for name, *row in self.events if name == what]
+    def print_table(self):
+        print(f"\n{'incident':30} events  survived  lost  left over  skipped")
+        for incident in sorted({event[0] for event in self.events}):
+            rows = [event[1:] for event in self.events if event[0] == incident]
             done = [(lost, left) for skipped, lost, left in rows if not skipped]
-            lost, left = (sum(row[i] for row in done) for i in (0, 1))
-            survived = sum(not any(row) for row in done)
-            print(f"{what:30} {len(done):6} {survived:9} {lost:5} {left:12} {len(rows) - len(done):8}")
-        oldest = max(self.lives, key=lambda life: len(life.samples), default=None)
-        if oldest and len(oldest.samples) >= 8:
-            n = len(oldest.samples) // 4
-            sizes, files = ([median(x[n : 2 * n]), median(x[-n:])] for x in zip(*oldest.samples, strict=True))
-            if 4 * n >= 60 and files[1] > files[0] + 8:
-                self.left.append(f"{files[1] - files[0]:.0f} file descriptors in the longest-living trainer")
-            print(f"The longest life: {oldest.run.name}, {len(oldest.samples)} s, {oldest.blows} misfortunes")
-            grown = f"RSS {sizes[0]:.1f} -> {sizes[1]:.1f} MiB, file descriptors {files[0]:.0f} -> {files[1]:.0f}"
-            print(f"  from its second quarter to its last: {grown}")
-        for name, words in (("Lost", self.lost), ("Left behind", self.left)):
-            print("\n".join([f"{name}: {len(words) or 'nothing'}", *(f"  {x}" for x in words)]))
+            num_lost = sum(lost for lost, _ in done)
+            num_left = sum(left for _, left in done)
+            survived = sum(not lost and not left for lost, left in done)
+            cells = f"{len(done):6} {survived:9} {num_lost:5} {num_left:10}"
+            print(f"{incident:30} {cells} {len(rows) - len(done):8}")
+        self.print_growth()
+        for name, notes in (("Lost", self.lost), ("Left over", self.left)):
+            print(f"{name}: {len(notes) or 'nothing'}")
+            for text in notes:
+                print(f"  {text}")
+
+    def print_growth(self):
+        """Print how the memory and the open files of the longest-running trainer have grown."""
+        oldest = max(self.trainers, key=lambda trainer: len(trainer.samples), default=None)
+        if not oldest or len(oldest.samples) < 8:
+            return
+        quarter = len(oldest.samples) // 4
+        grown = []
+        for column in zip(*oldest.samples, strict=True):
+            grown.append((median(column[quarter : 2 * quarter]), median(column[-quarter:])))
+        memory, files = grown
+        if 4 * quarter >= 60 and files[1] > files[0] + 8:
+            leaked = files[1] - files[0]
+            self.left.append(f"{leaked:.0f} file descriptors in the longest-running trainer")
+        duration = f"{len(oldest.samples)} s, {oldest.incidents} incidents"
+        print(f"The longest-running trainer: {oldest.run.name}, {duration}")
+        memory = f"RSS {memory[0]:.1f} -> {memory[1]:.1f} MiB"
+        files = f"file descriptors {files[0]:.0f} -> {files[1]:.0f}"
+        print(f"  from its second quarter to its last: {memory}, {files}")
 
 
-def plan(rng, decks, visit=3):
-    """Run after run, each with a few misfortunes of its shuffled deck."""
-    left = {name: [] for name in decks}
-    while decks:
-        for name in rng.sample(list(decks), len(decks)):
-            left[name] = left[name] or rng.sample(decks[name], len(decks[name]))
-            yield name, [(left[name].pop(), rng.random(), rng.random()) for _ in left[name][:visit]]
+# The order of the incidents
 
 
-def lane(visits, runs, report, until):
-    """Visits, one after another, to the end of the time; at least one. What lives when its visit is over goes with
-    SIGTERM."""
+def plan(rng, incidents, num_per_visit=3):
+    """Yield the name of a run and a few of its incidents, in random order and without end.
+
+    All incidents of a run are used before one is repeated.
+    """
+    left = {name: [] for name in incidents}
+    while incidents:
+        for name in rng.sample(list(incidents), len(incidents)):
+            if not left[name]:
+                left[name] = rng.sample(incidents[name], len(incidents[name]))
+            visit = []
+            for _ in left[name][:num_per_visit]:
+                visit.append((left[name].pop(), rng.random(), rng.random()))
+            yield name, visit
+
+
+def run_plan(visits, runs, report, until):
+    """Go through the visits until the time is over, at least through one.
+
+    A trainer that is alive at the end of a visit is ended with SIGTERM, the veteran at the end.
+    """
     try:
-        for i, (name, blows) in enumerate(visits):
-            for blow in blows:
+        for i, (name, incidents) in enumerate(visits):
+            run = runs[name]
+            for incident in incidents:
                 if i == 0 or time.monotonic() < until:
-                    runs[name].suffer(*blow)
-            if runs[name].life and (name != "veteran" or time.monotonic() > until):
-                runs[name].suffer("SIGTERM", 0.3, 0)
+                    run.suffer(*incident)
+            if run.trainer and (name != "veteran" or time.monotonic() > until):
+                run.suffer("SIGTERM", 0.3, 0)
             if time.monotonic() > until:
                 return
     except Stopped:
@@ -437,53 +638,80 @@ def lane(visits, runs, report, until):
         raise
 
 
+def run_all(incidents, args, report, runs):
+    """Run the veteran and the other runs in parallel."""
+    until = report.start + 60 * args.minutes
+    for name in incidents:
+        runs[name] = Run(name, report, args)
+    others = {name: x for name, x in incidents.items() if name != "veteran"}
+    veteran = {name: x for name, x in incidents.items() if name == "veteran"}
+    with ThreadPoolExecutor() as pool:
+        try:
+            futures = []
+            for i, part in enumerate((others, veteran)):
+                visits = plan(random.Random(args.seed + i), part)
+                futures.append(pool.submit(run_plan, visits, runs, report, until))
+            for future in futures:
+                future.result()
+        finally:
+            report.stop.set()
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="of the misfortunes")
-    parser.add_argument(
-        "--script", type=Path, default=ROOT / PPO, help="in the place of that of gym, unity and veteran"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="only these")
-    parser.add_argument("--only", nargs="+", help="only these misfortunes, by their names in the table")
+    parser.add_argument("--minutes", type=float, default=5, help="duration")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the incidents")
+    parser.add_argument(
+        "--script",
+        type=Path,
+        default=ROOT / PPO,
+        help="a changed copy of the script of gym, unity and veteran",
+    )
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="only these runs"
+    )
+    parser.add_argument("--only", nargs="+", help="only these incidents, see the table")
     parser.add_argument("--out", type=Path, help="keep runs and output in a new folder there")
     args = parser.parse_args()
-    decks = {run: [x for x in MISFORTUNES[run] if x in (args.only or MISFORTUNES[run])] for run in args.runs}
-    decks = {run: deck for run, deck in decks.items() if deck}
-    if not decks:
-        parser.error(f"--only: {', '.join(sorted({x for run in args.runs for x in MISFORTUNES[run]}))}")
+    incidents = {}
+    for name in args.runs:
+        chosen = [x for x in INCIDENTS[name] if args.only is None or x in args.only]
+        if chosen:
+            incidents[name] = chosen
+    if not incidents:
+        names = sorted({x for name in args.runs for x in INCIDENTS[name]})
+        parser.error(f"--only: give one or more of {', '.join(names)}")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    for number in signals:  # what we ignore, as in the background, our children must not: a handler is not inherited
+
+    # Children inherit an ignored signal, as in a background job, but not a handler
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
         ignored = signal.getsignal(number) == signal.SIG_IGN
         signal.signal(number, (lambda *_: None) if ignored else signal.default_int_handler)
-    out, runs = Path(tempfile.mkdtemp(prefix="torture", dir=args.out)).resolve(), {}
+
+    out = Path(tempfile.mkdtemp(prefix="torture", dir=args.out)).resolve()
+    runs = {}
     try:
         report = Report(out)
-        runs, until = {name: Run(name, report, args) for name in decks}, report.start + 60 * args.minutes
-        lanes = [[name for name in decks if name != "veteran"], [name for name in decks if name == "veteran"]]
-        plans = [plan(random.Random(args.seed + i), {name: decks[name] for name in x}) for i, x in enumerate(lanes)]
-        with ThreadPoolExecutor() as pool:
-            try:
-                for future in [pool.submit(lane, visits, runs, report, until) for visits in plans]:
-                    future.result()
-            finally:
-                report.stop.set()
-        report.table()
+        run_all(incidents, args, report, runs)
+        report.print_table()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
-        end(marked(MARK))
+        kill(marked(MARK))
         for run in runs.values():
-            if run.mounted:  # nobody else sees what is there
-                shutil.copytree(run.disk, run.home / "kept") if args.out else None
+            if run.mounted:
+                if args.out:  # no other process can see this mount
+                    shutil.copytree(run.disk, run.home / "kept")
                 LIBC.umount2(bytes(run.disk), 2)
         if not args.out:
             shutil.rmtree(out, ignore_errors=True)
-    raise SystemExit(bool(report.lost or report.left))
+    raise SystemExit(1 if report.lost or report.left else 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Does what was learned in one physics walk in another? Policies of the Crawler, in the scene as it was fitted to Unity
-and in one that training never sees: other solver, time step, friction, softness of contacts and joints.
+"""Evaluate Crawler policies in the physics that they were trained in, and in an alternative one.
 
-    python benchmarks/transfer.py runs/NAME                             one run, or several; also their best.pt
-    python benchmarks/transfer.py runs/NAME --onnx Crawler.onnx         and the policy that ML-Agents ships
+    python benchmarks/transfer.py runs/NAME                         one or more runs or checkpoints
+    python benchmarks/transfer.py runs/NAME --onnx Crawler.onnx     and the policy of ML-Agents
 
-Nothing is trained. Each policy plays, without noise, equally many episodes of every agent in either world. The exit
-code is 1 if a run's policy keeps less than 70 % of its return.
+The "fitted" physics is fitted to Unity. The "alternative" physics has another solver, time step,
+friction, and softness of contacts and joints, and is never used in training. Nothing is trained
+here. Each policy plays without noise, and all agents play the same number of episodes. The exit
+code is 1 if a policy keeps less than 70 % of its return.
 """
 
 import argparse
@@ -19,63 +20,89 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-WORLDS, GOAL = ("fitted", "alternative"), 0.7
+WORLDS = ("fitted", "alternative")
+GOAL = 0.7  # the share of the return that a policy should keep
 
 
 def evaluate(script, path, world, args):
-    """Return, its spread, and the length of the run's episodes in this world, by the script's own --evaluate."""
-    command = [sys.executable, str(script), "--evaluate", str(path), "--eval-episodes", str(args.episodes)]
-    command += ["--seed", str(args.seed), f"--player-args=--physics={world}", "--no-capture-video"]
-    out = subprocess.run(command, capture_output=True, text=True)
-    said = re.search(r"of (\d+) decisions on average: return (\S+) ± (\S+),", out.stdout)
-    if not said:
-        raise SystemExit((out.stderr.strip() or "it said nothing").splitlines()[-1])
-    length, mean, std = map(float, said.groups())
+    """Return the mean return, its standard deviation and the mean length of episodes, from the
+    script's own --evaluate."""
+    command = [sys.executable, str(script), "--evaluate", str(path), "--no-capture-video"]
+    command += ["--eval-episodes", str(args.episodes), "--seed", str(args.seed)]
+    command += [f"--player-args=--physics={world}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    line = r"of (\d+) decisions on average: return (\S+) ± (\S+),"
+    found = re.search(line, result.stdout)
+    if not found:
+        error = result.stderr.strip() or "the evaluation printed no error"
+        raise SystemExit(error.splitlines()[-1])
+    length, mean, std = map(float, found.groups())
     return mean, std, length
 
 
-def shipped(world, args):
-    """The same of ML-Agents' policy, which samples its actions."""
+def evaluate_shipped(world, args):
+    """Return the same numbers for the policy of ML-Agents, which samples its actions."""
     from scene_fidelity import load, run
 
     policy = load(args.onnx, args.seed, 158, 20)
-    _, (mean, std, length, *_), *_ = run("Crawler", "onnx", policy, args.episodes, args.seed, [f"--physics={world}"])
+    player_args = [f"--physics={world}"]
+    result = run("Crawler", "onnx", policy, args.episodes, args.seed, player_args)
+    mean, std, length, *_ = result[1]
     return mean, std, length
 
 
+def read_policy(path):
+    """Return the name of a policy, the script that trained it, and its number of decisions."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        script = ROOT / f"{Path(state['script']).name}.py"
+        decisions = state["global_step"]
+    except Exception:
+        raise SystemExit(f"{path} is not a checkpoint: give the folder of a run") from None
+    if state["args"]["env_id"] != "Crawler" or not script.exists():
+        supported = "give a run of Crawler that a script of this repository has trained"
+        raise SystemExit(f"{path} can't be evaluated in another physics: {supported}")
+    name = f"{path.parent.name}/{path.name}".replace("/checkpoint.pt", "")
+    return name, script, decisions
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or checkpoints")
-    parser.add_argument("--episodes", type=int, default=40, help="in each world")
-    parser.add_argument("--seed", type=int, default=1001, help="of the scenes")
-    parser.add_argument("--onnx", type=Path, help="the policy that ML-Agents ships: see scene_fidelity.py")
+    parser.add_argument("--episodes", type=int, default=40, help="episodes in each physics")
+    parser.add_argument("--seed", type=int, default=1001, help="seed of the scenes")
+    parser.add_argument(
+        "--onnx", type=Path, help="the policy that ML-Agents ships, see scene_fidelity.py"
+    )
     args = parser.parse_args()
-    policies = []
+
+    policies = []  # name, where or how long it was trained, and how to evaluate it
     for path in args.runs:
         path = path / "checkpoint.pt" if path.is_dir() else path
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            script, step = ROOT / f"{Path(state['script']).name}.py", state["global_step"]
-        except Exception:
-            raise SystemExit(f"{path}: no checkpoint of a run there") from None
-        if state["args"]["env_id"] != "Crawler" or not script.exists():
-            raise SystemExit(f"{path}: a run of Crawler, by a script that is here, has another physics to go to")
-        name = f"{path.parent.name}/{path.name}".replace("/checkpoint.pt", "")
-        policies.append((name, f"{step:,}", lambda world, s=script, p=path: evaluate(s, p, world, args)))
+        name, script, decisions = read_policy(path)
+        play = lambda world, script=script, path=path: evaluate(script, path, world, args)
+        policies.append((name, f"{decisions:,}", play))
     if args.onnx:
-        policies.append((args.onnx.name, "in Unity", lambda world: shipped(world, args)))
-    width, short = max(len(name) for name, *_ in policies), 0
-    print(
-        f"{'policy':{width}}  {'trained':>10}" + "".join(f"  {world:>22}" for world in WORLDS) + "   kept", flush=True
-    )
+        policies.append((args.onnx.name, "in Unity", lambda world: evaluate_shipped(world, args)))
+
+    width = max(len(name) for name, *_ in policies)
+    columns = "".join(f"  {world:>22}" for world in WORLDS)
+    print(f"{'policy':{width}}  {'trained':>10}{columns}   kept", flush=True)
+    missed = False
     for name, trained, play in policies:
         results = [play(world) for world in WORLDS]
         kept = results[1][0] / results[0][0]
-        short += kept < GOAL and trained != "in Unity"
-        cells = "".join(f"  {f'{mean:.1f} ± {std:.1f} ({length:.0f})':>22}" for mean, std, length in results)
+        if kept < GOAL and trained != "in Unity":
+            missed = True
+        cells = ""
+        for mean, std, length in results:
+            cells += f"  {f'{mean:.1f} ± {std:.1f} ({length:.0f})':>22}"
         print(f"{name:{width}}  {trained:>10}{cells}  {kept:5.0%}", flush=True)
-    print(f"return ± std (length in decisions) over {args.episodes} episodes; at least {GOAL:.0%} are to be kept")
-    raise SystemExit(bool(short))
+    legend = f"return ± std (length in decisions) over {args.episodes} episodes"
+    print(f"{legend}; the goal is to keep at least {GOAL:.0%}")
+    raise SystemExit(1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,45 @@
-"""Continuous actions as choices: each dimension in so many steps from its lowest to its highest value.
+"""Continuous actions as discrete ones: each action dimension is divided into `args.bins` values.
 
-    envs, how = make_envs(args, seed)       as envs.vector has it; instead of continuous actions there are choices
+    envs, how = make_envs(args, seed)       as in envs.make, but without continuous actions
 
-Every dimension is a branch of its own, with args.bins choices: the first is its lowest value, the last its highest, and
-an odd number has the middle too.
+Each dimension becomes a discrete branch with args.bins actions, evenly spaced from the lowest value to the highest.
+An odd number of bins includes the middle.
 """
 
 import gymnasium as gym
 import numpy as np
 
-import envs.vector
+import envs.make
 
 
-def make_envs(args, seed, film=None):
-    made, how = envs.vector.make_envs(args, seed, film)
-    if not isinstance(made.single_action_space, gym.spaces.Box):
-        return made, how
+def make_envs(args, seed, video=None):
+    """Return a vector env with discrete actions and a description of it."""
+    inner, how = envs.make.make_envs(args, seed, video)
+    if not isinstance(inner.single_action_space, gym.spaces.Box):
+        return inner, how
     try:
-        made = Binned(made, args.bins, args.env_id)
+        binned = Binned(inner, args.bins, args.env_id)
     except BaseException:
-        made.close()
+        inner.close()
         raise
-    return made, f"{how}, {args.bins} choices a dimension"
+    return binned, f"{how}, {args.bins} bins per action dimension"
 
 
 class Binned:
-    """A vector env around one with continuous actions; whatever else it has is the other's."""
+    """A vector env with discrete actions around one with continuous actions. Other attributes are those of `inner`."""
 
     def __init__(self, inner, bins, name):
-        self.inner, self.bins, space = inner, bins, inner.single_action_space
+        space = inner.single_action_space
         if not np.isfinite([space.low, space.high]).all():
-            raise ValueError(f"{name} has actions without bounds: ppo_continuous_multiagent.py takes them")
+            raise ValueError(
+                f"{name} has actions without bounds: ppo_continuous_multiagent.py takes them"
+            )
+        self.inner = inner
+        self.bins = bins
         self.single_action_space = gym.spaces.MultiDiscrete([bins] * space.shape[0])
-        self.values = np.linspace(space.low, space.high, bins).astype(space.dtype)  # by choice and dimension
+        self.values = np.linspace(space.low, space.high, bins).astype(
+            space.dtype
+        )  # [bin, dimension]
         self.mask = {"action_mask": np.ones((inner.num_envs, bins * space.shape[0]), bool)}
 
     def __getattr__(self, name):

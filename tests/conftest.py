@@ -22,12 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()  # where this machine's secret is, for the tests
 sys.path.insert(0, str(ROOT))
 
-import runs  # noqa: E402
-from unity_player import UnityMessageProto, Wire  # noqa: E402
+from onefile_rl import runs  # noqa: E402
+from onefile_rl.engines.unity import UnityMessageProto, Wire  # noqa: E402
 from unity_vec_env import UnityVecEnv  # noqa: E402
 
 there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
-needs_gl = pytest.mark.skipif(not there, reason="no OpenGL here, on Debian and Ubuntu: apt-get install libegl1 libgl1")
+needs_gl = pytest.mark.skipif(
+    not there, reason="no OpenGL here, on Debian and Ubuntu: apt-get install libegl1 libgl1"
+)
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))),
@@ -40,11 +42,17 @@ def free_port():
         return server.getsockname()[1]
 
 
-def agent(number, obs, reward=0.0, done=False, interrupted=False, mask=(), group_reward=0.0, name="Body"):
+def agent(
+    number, obs, reward=0.0, done=False, interrupted=False, mask=(), group_reward=0.0, name="Body"
+):
     """An AgentInfoProto as keyword arguments. `obs` is a list of arrays, one per sensor."""
     data = [dict(data=np.ravel(o).tolist()) for o in obs]
-    sensors = [dict(shape=np.shape(o), float_data=data[i], name=f"{name}{i}") for i, o in enumerate(obs)]
-    info = dict(id=number, reward=reward, done=done, max_step_reached=interrupted, group_reward=group_reward)
+    sensors = [
+        dict(shape=np.shape(o), float_data=data[i], name=f"{name}{i}") for i, o in enumerate(obs)
+    ]
+    info = dict(
+        id=number, reward=reward, done=done, max_step_reached=interrupted, group_reward=group_reward
+    )
     return dict(**info, observations=sensors, action_mask=mask)
 
 
@@ -77,12 +85,17 @@ class ScriptedPlayer:
             sent = set()
             for behaviors in self.script:
                 message = UnityMessageProto()
-                message.unity_output.rl_output.side_channel, self.side_channel = self.side_channel, b""
+                message.unity_output.rl_output.side_channel, self.side_channel = (
+                    self.side_channel,
+                    b"",
+                )
                 for name, agents in behaviors.items():
                     if agents and name not in sent:
                         sent.add(name)
                         continuous, branches = self.specs[name]
-                        brain = message.unity_output.rl_initialization_output.brain_parameters.add(brain_name=name)
+                        brain = message.unity_output.rl_initialization_output.brain_parameters.add(
+                            brain_name=name
+                        )
                         brain.action_spec.num_continuous_actions = continuous
                         brain.action_spec.num_discrete_actions = len(branches)
                         brain.action_spec.discrete_branch_sizes.extend(branches)
@@ -113,7 +126,13 @@ def scripted():
 
     def make(script, max_agents=None, behavior=None, timeout=5, **kwargs):
         player = ScriptedPlayer(script, **kwargs)
-        envs = UnityVecEnv("editor", base_port=player.port, max_agents=max_agents, behavior=behavior, timeout=timeout)
+        envs = UnityVecEnv(
+            "editor",
+            base_port=player.port,
+            max_agents=max_agents,
+            behavior=behavior,
+            timeout=timeout,
+        )
         opened.append((envs, player))
         return envs, player
 
@@ -150,7 +169,9 @@ def train(script, small, resumed=None, **kwargs):
 def call(script, monkeypatch, *line):
     """The script's command line."""
     if "--resume" in line:
-        time.sleep(1.1)  # TensorBoard takes event files in the order of their names, which have the second in them
+        time.sleep(
+            1.1
+        )  # TensorBoard takes event files in the order of their names, which have the second in them
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, line)])
     script.main()
 
@@ -158,14 +179,22 @@ def call(script, monkeypatch, *line):
 def run_script(script, line, folder):
     """As a user would, in a process of its own."""
     command = [sys.executable, script.__file__, *line.split()]
-    environment = {"PATH": "", "PYTHONPATH": str(ROOT / "tests"), "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"]}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
+    environment = {
+        "PATH": "",
+        "PYTHONPATH": str(ROOT / "tests"),
+        "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
+    }
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120
+    )
 
 
 def assert_refused(script, line, match, folder):
     """One line that says what is wrong, before any work starts."""
     out = run_script(script, line, folder)
-    assert out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1, out.stderr
+    assert (
+        out.returncode == 1 and match in out.stderr and len(out.stderr.strip().splitlines()) == 1
+    ), out.stderr
     assert not (folder / "runs").exists()
 
 
@@ -186,7 +215,9 @@ def curve(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag]
+    tags = [
+        tag for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag
+    ]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
@@ -261,11 +292,22 @@ def assert_compiled_is_the_same(spy, **settings):
         np.testing.assert_allclose(compiled[key], value, atol=1e-5, err_msg=key)
 
 
+def assert_no_fast_is_the_same(script, small, **settings):
+    """All scalars of the first iteration, with numpy acting and a compiled update, and with plain PyTorch."""
+    quick, plain = (
+        curve(train(script, small, **settings, **way))
+        for way in (dict(compile=True), dict(fast=False))
+    )
+    assert quick.keys() == plain.keys() and any(name.startswith("losses/") for name in plain)
+    for name, points in plain.items():
+        np.testing.assert_allclose(quick[name][0], points[0], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
 def spy_on(script, monkeypatch, tmp_path, small):
     """Runs a PPO script in an empty folder, and sees what goes into the advantage and into the update."""
     monkeypatch.chdir(tmp_path)
     seen = SimpleNamespace(gae=[], batches=[], ratios=[], agent=None)
-    gae, compiled, build = script.gae, runs.Run.compiled, script.Agent
+    gae, compiled, build = script.gae, runs.Run.compile, script.Agent
 
     def spied_gae(*args):
         seen.gae.append((*args, gae(*args)))
@@ -275,12 +317,14 @@ def spy_on(script, monkeypatch, tmp_path, small):
         step, last = compiled(run, update, updates), []
 
         def spied(*inputs):
-            batch = inputs[6]
-            if last[-1:] != [id(batch)]:  # an iteration's first update
+            batch = inputs[2]
+            if last[-1:] != [id(batch)]:  # the first update of an iteration
                 last.append(id(batch))
                 with torch.no_grad():
                     given = batch[: batch._fields.index("actions") + 1]
-                    seen.ratios.append((seen.agent(*given)[0] - batch.logprobs).exp())
+                    seen.ratios.append(
+                        (seen.agent.get_action_and_value(*given)[1] - batch.logprobs).exp()
+                    )
                 seen.batches.append(batch._replace(obs=seen.agent.obs_rms(batch.obs)))
             return step(*inputs)
 
@@ -291,7 +335,7 @@ def spy_on(script, monkeypatch, tmp_path, small):
         return seen.agent
 
     monkeypatch.setattr(script, "gae", spied_gae)
-    monkeypatch.setattr(runs.Run, "compiled", spied_compiled)
+    monkeypatch.setattr(runs.Run, "compile", spied_compiled)
     monkeypatch.setattr(script, "Agent", remembered)
 
     def run(**kwargs):
@@ -307,13 +351,29 @@ def learn_with_sb3(model, names, iterations, callback=None):
     compute, rows = buffer.compute_returns_and_advantage, model.n_steps * model.n_envs
 
     def weights():
-        pairs = [(ours + end, sb3 + end) for ours, sb3 in names.items() for end in ("", ".weight", ".bias")]
-        return {ours: policy.state_dict()[sb3].clone() for ours, sb3 in pairs if sb3 in policy.state_dict()}
+        pairs = [
+            (ours + end, sb3 + end)
+            for ours, sb3 in names.items()
+            for end in ("", ".weight", ".bias")
+        ]
+        return {
+            ours: policy.state_dict()[sb3].clone()
+            for ours, sb3 in pairs
+            if sb3 in policy.state_dict()
+        }
 
     def computed(*args, **kwargs):
         compute(*args, **kwargs)
         if not first:
-            for key in ("observations", "actions", "log_probs", "values", "rewards", "advantages", "returns"):
+            for key in (
+                "observations",
+                "actions",
+                "log_probs",
+                "values",
+                "rewards",
+                "advantages",
+                "returns",
+            ):
                 array = getattr(buffer, key)
                 first[key] = np.swapaxes(array, 0, 1).reshape(rows, *array.shape[2:]).squeeze()
 
@@ -342,10 +402,14 @@ def assert_parity(seen, ours, first, initial, final, num_envs, gamma, moved=1e-3
     """The first rollout to 1e-5, the last weights to 1e-4. ours: rows of the first batch by SB3's names."""
     for key, value in ours.items():
         np.testing.assert_allclose(value.squeeze(), first[key], atol=1e-5, rtol=1e-5, err_msg=key)
-    rewards, values, next_values, goes_on = (np.array(x).reshape(num_envs, -1) for x in seen.gae[0][:4])
-    rewards, next_values, ended = rewards[:, :-1], next_values[:, :-1], ~goes_on[:, :-1]  # without the open rows
-    # If it goes on, its next row is open: SB3 keeps that value apart.
-    ended[:, -1] = next_values[:, -1] != values[:, -1]
+    rewards, values, next_values, continues = (
+        np.array(x).reshape(num_envs, -1) for x in seen.gae[0][:4]
+    )
+    ended = ~continues
+    # The last row of each env has no next row, but its episode need not have ended.
+    batch = seen.batches[0]
+    done = (batch.terminated | batch.truncated).numpy().reshape(num_envs, -1)
+    ended[:, -1] = done[:, -1]
     rewards = (rewards + ended * gamma * next_values).ravel()
     np.testing.assert_allclose(rewards, first["rewards"], atol=1e-5, err_msg="rewards")
     died, cut = ended & (next_values == 0), ended & (next_values != 0)

@@ -1,9 +1,10 @@
-"""A Godot game as Python sees it: it connects, answers from a scenario, and does what games should not do.
+"""A fake Godot game for the tests: it connects, answers from a scenario, and can misbehave.
 
     fake_godot.py --scenario=FILE --port=N      FILE: {"log": path, "launches": [{"info", "reset", "steps"}, ...]}
 
-Each launch takes the next entry. Steps are messages, their text, or the name of a misdeed. What it was asked is in the
-log, a line each. Only the standard library, and little of it: it starts in a few hundredths of a second.
+Each launch uses the next entry of "launches". A step is a message, the text of a message, or the name of a fault. The
+log has one line for each launch and for each message that was received. Only small modules of the standard library are
+imported, so that the game starts in a few hundredths of a second.
 """
 
 import json
@@ -12,7 +13,9 @@ import socket
 import sys
 import time
 
-options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+options = dict(
+    word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word
+)
 with open(options["scenario"]) as file:
     scenario = json.load(file)
 
@@ -35,7 +38,7 @@ def read(size):
     while len(data) < size:
         chunk = sock.recv(size - len(data))
         if not chunk:
-            os._exit(0)  # Python is gone
+            os._exit(0)  # the peer is closed
         data += chunk
     return data
 
@@ -70,12 +73,12 @@ def send(what):
         sock.sendall((2**28).to_bytes(4, "little"))
         while True:
             sock.sendall(bytes(1 << 16))
-            time.sleep(0.001)  # four seconds for the whole, however fast the machine is
+            time.sleep(0.001)  # the whole message takes four seconds, independent of the machine
     elif what == "no JSON":
         sock.sendall(packed(b'{"type": "step", '))
     elif what == "no UTF-8":
         sock.sendall(packed(b'{"type": "\xff"}'))
-    elif what.startswith("{"):  # as it is written
+    elif what.startswith("{"):  # the text of a message
         sock.sendall(packed(what.encode()))
     elif what == "deep":
         sock.sendall(packed(b"[" * 100_000))
@@ -101,11 +104,11 @@ while True:
     message = json.loads(read(int.from_bytes(read(4), "little")))
     note(message)
     if message["type"] == "close":
-        if not launch.get("deaf"):
+        if not launch.get("ignores_close"):
             break
     elif message["type"] == "env_info":
         send(launch["info"])
     elif message["type"] == "reset":
         send(launch["reset"])
     elif message["type"] == "action":
-        send(next(steps, launch.get("for ever", "leave")))
+        send(next(steps, launch.get("forever", "leave")))

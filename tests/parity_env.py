@@ -1,10 +1,12 @@
-"""Small deterministic tasks whose episodes end in both ways: registered as parity_env:Parity-v0 and, seen as images,
-parity_env:ParityPixels-v0."""
+"""Small tasks for tests, for example parity_env:Parity-v0 and, with images, parity_env:ParityPixels-v0.
+
+Most are deterministic given their seed, and their episodes are both terminated and truncated.
+"""
 
 import gymnasium as gym
 import numpy as np
 
-from envs.dummy import DummyPixels
+from envs.tasks.dummy import DummyPixels
 
 
 class Parity(gym.Env):
@@ -17,16 +19,17 @@ class Parity(gym.Env):
         return self.x.astype(np.float32), {}
 
     def step(self, action):
-        assert self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+        assert self.action_space.contains(np.asarray(action, np.float32)), "actions must be clipped"
         a, b = np.asarray(action, float)
-        push, noise = np.array([0.5 * a, 0.3 * b, 0.2 * a * b + 0.1]), self.np_random.standard_normal(3)
+        push = np.array([0.5 * a, 0.3 * b, 0.2 * a * b + 0.1])
+        noise = self.np_random.standard_normal(3)
         self.x = 0.9 * self.x + push + 0.05 * noise
         reward = float(1 + 3 * self.x[0] - self.x[1] ** 2)
         return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.9), False, {}
 
 
 class OneStep(gym.Env):
-    """One step, reward 1, then the time limit. The state goes on: its value is 1 / (1 - gamma), not 1."""
+    """One step with reward 1, then truncation. The value of a state is 1 / (1 - gamma), not 1."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
@@ -40,7 +43,7 @@ class OneStep(gym.Env):
 
 
 class Nested(Parity):
-    """The same task seen as a Dict within a Dict."""
+    """Parity with a nested Dict observation."""
 
     observation_space = gym.spaces.Dict(
         {
@@ -72,7 +75,7 @@ class Unbounded(Parity):
 
 
 class Square(gym.Env):
-    """Actions that are a matrix; the reward is the sum of its diagonal."""
+    """Has a matrix as action. The reward is the sum of its diagonal."""
 
     observation_space = gym.spaces.Box(-1, 1, (2, 2), np.float32)
     action_space = gym.spaces.Box(-9, 9, (2, 2), np.float32)
@@ -86,27 +89,29 @@ class Square(gym.Env):
 
 
 class Branches(Parity):
-    """Choices in the place of numbers."""
+    """The variant of Parity with discrete actions."""
 
     action_space = gym.spaces.MultiDiscrete([3, 2])
 
     def step(self, action):
-        push, noise = np.array([action[0] - 1, action[1] - 0.5, 0.3]), self.np_random.standard_normal(3)
+        push = np.array([action[0] - 1, action[1] - 0.5, 0.3])
+        noise = self.np_random.standard_normal(3)
         self.x = 0.9 * self.x + 0.4 * push + 0.05 * noise
         reward = float(1 + 3 * self.x[0] - self.x[1] ** 2)
         return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.55), False, {}
 
 
 class MaskedBranches(Branches):
-    """Where it may go depends on where it is."""
+    """The state determines which actions are allowed."""
 
     def action_masks(self):
-        """As sb3-contrib asks for them: of all branches, one after another."""
-        left, right = self.x[0] > -0.3, self.x[0] < 0.3
+        """Return the masks of all branches side by side, as sb3-contrib expects them."""
+        left = self.x[0] > -0.3
+        right = self.x[0] < 0.3
         return np.array([left, True, right, self.x[1] > -0.2, self.x[1] <= 0.2])
 
     def step(self, action):
-        assert all(self.action_masks()[[action[0], 3 + action[1]]]), "nothing forbidden arrives"
+        assert all(self.action_masks()[[action[0], 3 + action[1]]]), "the action must be allowed"
         return super().step(action)
 
 
@@ -117,22 +122,24 @@ class Masked(MaskedBranches):
         return super().action_masks()[:3]
 
     def step(self, action):
-        assert self.action_masks()[action], "nothing forbidden arrives"
+        assert self.action_masks()[action], "the action must be allowed"
         return Branches.step(self, np.array([action, 1]))
 
 
 class ParityPixels(DummyPixels):
-    """The dot's task, which also ends at the left edge."""
+    """DummyPixels whose episodes also terminate at the left edge."""
 
     def step(self, action):
         if self.actions == "continuous":
-            assert self.action_space.contains(np.asarray(action, np.float32)), "actions arrive clipped"
+            assert self.action_space.contains(np.asarray(action, np.float32)), (
+                "actions must be clipped"
+            )
         obs, reward, terminated, *rest = super().step(action)
         return obs, reward, terminated or self.x < 6, *rest
 
 
 class Counting(DummyPixels):
-    """Episodes of ten numbers, one a step and image, the next episode's ten after the last's."""
+    """Counts steps from episode to episode and shows the number as the image. An episode has ten numbers."""
 
     def reset(self, **kwargs):
         self.number = self.number // 10 * 10 + 10 if hasattr(self, "number") else 0
@@ -145,6 +152,81 @@ class Counting(DummyPixels):
 
     def _image(self, dot):
         return np.full_like(self.canvas, self.number % 250)
+
+
+class Curriculum(Parity):
+    """Parity with attributes that a training loop may change. They affect steps and resets."""
+
+    def __init__(self):
+        self.push = 0.5
+        self.wind = np.zeros(3)
+        self.mode = "fast"
+        self.episodes = 0
+        self.mass = None  # drawn once for all episodes
+        self.steps = np.zeros(1)  # of all episodes, counted in place
+
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        if self.mass is None:
+            self.mass = self.np_random.uniform(0.5, 1)
+        self.episodes += 1
+        self.x = self.x * self.push * self.mass + 0.01 * self.episodes + 0.001 * self.steps
+        return self.x.astype(np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        _, reward, terminated, truncated, info = super().step(self.push * np.asarray(action))
+        self.x = self.x + self.wind + (0.0 if self.mode == "fast" else 0.02)
+        return self.x.astype(np.float32), reward, terminated, truncated, info
+
+
+class CurriculumPixels(DummyPixels):
+    """DummyPixels with such attributes, observed as an image and a vector."""
+
+    def __init__(self, **kwargs):
+        super().__init__(vector=True, **kwargs)
+        self.push = 0.5
+        self.wind = np.zeros(3)
+        self.mode = "fast"
+
+    def step(self, action):
+        slow = 1.0 if self.mode == "fast" else 0.5
+        return super().step(
+            np.clip(slow * self.push * action + self.wind[:2], -1, 1).astype(np.float32)
+        )
+
+
+class Unseeded(DummyPixels):
+    """Moves at random, independent of the env's seed."""
+
+    def reset(self, **kwargs):
+        self.age = 0
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.age += 1
+        obs, *_ = super().step(np.random.default_rng().uniform(-1, 1, 2).astype(np.float32))
+        return obs, 0.0, False, False, {}
+
+
+class Fading(gym.Env):
+    """Terminates after `length` steps and observes the number of steps."""
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, length=10):
+        self.limits = [length]  # in a list: not an attribute that a resume restores
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return np.array([self.age], np.float32), {}
+
+    def step(self, action):
+        assert self.age < self.limits[0], "no step after the end"
+        self.age += 1
+        return np.array([self.age], np.float32), 0.0, self.age == self.limits[0], False, {}
 
 
 class Dies(DummyPixels):
@@ -165,7 +247,13 @@ gym.register("Unbounded-v0", Unbounded, max_episode_steps=7)
 for kind in ("", "Discrete", "MultiDiscrete"):
     kwargs = {"actions": kind.lower() or "continuous", "size": 36}
     gym.register(f"ParityPixels{kind}-v0", ParityPixels, kwargs=kwargs, max_episode_steps=7)
-gym.register("ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7)
+gym.register(
+    "ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7
+)
 gym.register("Counting-v0", Counting, kwargs={"size": 36})
+gym.register("Curriculum-v0", Curriculum, max_episode_steps=7)
+gym.register("CurriculumPixels-v0", CurriculumPixels, kwargs={"size": 36}, max_episode_steps=7)
+gym.register("Unseeded-v0", Unseeded, kwargs={"size": 36})
+gym.register("Fading-v0", Fading)
 gym.register("Dies-v0", Dies, kwargs={"size": 36})
 gym.register("Tiny-v0", DummyPixels, kwargs={"size": 20})

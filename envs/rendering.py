@@ -1,0 +1,51 @@
+"""Rendering of MuJoCo envs: OpenGL without a display, settings that are fast without a GPU, and the camera."""
+
+import os
+import sys
+
+NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
+
+
+def choose_gl():
+    """Make MuJoCo and SDL render without a display: MuJoCo through EGL, SDL (gymnasium's classic envs) into memory.
+
+    Call it before the first image, best before MuJoCo is imported.
+    """
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+def disable_expensive_rendering(model):
+    """Disable shadows, multisampling and reflections of a MuJoCo model. Call it before the first image.
+
+    Without a GPU they take nearly all of the rendering time.
+    """
+    model.vis.quality.shadowsize = 0
+    model.vis.quality.offsamples = 0
+    model.mat_reflectance[:] = 0
+
+
+def use_tracking_camera(env, env_kwargs):
+    """Use the camera of a MuJoCo model that follows the robot, if it has one, and return the env.
+
+    gymnasium's default camera stays at the start of a walk. It is left alone if the env chooses a camera itself or if
+    `env_kwargs` names one. The floor, whose size only matters for rendering, is made larger.
+    """
+    base = env.unwrapped
+    renderer = getattr(base, "mujoco_renderer", None)
+    if getattr(renderer, "camera_id", None) != -1:  # -1 is gymnasium's default camera
+        return env
+    if {"camera_id", "camera_name", "default_camera_config"} & set(env_kwargs):
+        return env
+
+    from mujoco import mj_name2id, mjtGeom, mjtObj
+
+    camera = mj_name2id(base.model, mjtObj.mjOBJ_CAMERA, "track")  # -1 if there is none
+    renderer.camera_id = camera
+    if camera != -1:
+        planes = base.model.geom_type == mjtGeom.mjGEOM_PLANE
+        base.model.geom_size[planes, :2] *= 100
+        materials = base.model.geom_matid[planes]
+        base.model.mat_texrepeat[materials[materials >= 0]] *= 100
+    return env

@@ -1,0 +1,596 @@
+"""The command line that all scripts share.
+
+Args                    the common arguments; each script adds those of its algorithm
+to_plain, from_plain    convert arguments to plain types, for checkpoints and config.json, and back
+check(args, ...)        refuse arguments that cannot work, before any work starts
+describe(args, envs)    return the spec of a policy, and refuse an env that the script does not support
+command_line(...)       parse sys.argv, with defaults from the env's preset or from a checkpoint
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, get_args, get_type_hints
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from onefile_rl import distributed, fast
+from onefile_rl.checkpoints import load
+from onefile_rl.engines.scenes import engine
+from onefile_rl.trust import risks
+
+# Arguments that may differ when a run is resumed.
+FREE = {
+    "base_port",
+    "capture_video",
+    "checkpoint_interval",
+    "compile",
+    "device",
+    "fast",
+    "godot_path",
+    "keep_checkpoints",
+    "max_restarts",
+    "real_time",
+    "resume",
+    "rollout_share",
+    "time_scale",
+    "total_timesteps",
+    "track",
+    "trust",
+    "unity_path",
+    "video_interval",
+    "wandb_project_name",
+}
+
+# Limits of the common arguments. A script passes the limits of its own arguments to check().
+ABOVE_0 = {
+    "checkpoint_interval",
+    "eval_episodes",
+    "keep_checkpoints",
+    "max_agents",
+    "num_envs",
+    "num_players",
+    "time_scale",
+    "total_timesteps",
+    "video_interval",
+}
+FROM_0 = {"base_port", "max_restarts", "seed"}
+AT_MOST = {
+    "base_port": 64_000,
+    "max_agents": 100_000,
+    "max_restarts": 10**6,
+    "num_envs": 10_000,
+    "num_players": 1_000,
+    "seed": 2**31,
+}
+LARGEST_INT = 2**40
+LARGEST_FLOAT = 1e30
+
+SCRIPTS = {
+    "continuous": "ppo_continuous_multiagent.py or sac_continuous.py",
+    "discrete": "ppo_discrete_multiagent.py",
+}
+
+
+# Arguments
+
+
+def parse_json_object(words):
+    value = json.loads(words[0])
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def parse_named_numbers(words):
+    numbers = {}
+    for word in words:
+        name, number = word.split("=")
+        numbers[name] = float(number)
+    return numbers
+
+
+def dict_option(nargs, metavar, parse, to_words):
+    """Return a type annotation with which tyro reads a dict from the command line.
+
+    `parse` turns the words after the option into a dict, and `to_words` turns a dict back into words.
+    """
+    is_instance = lambda value: isinstance(value, dict)
+    return Annotated[dict, PrimitiveConstructorSpec(nargs, metavar, parse, is_instance, to_words)]
+
+
+JsonObject = dict_option(1, "JSON", parse_json_object, lambda value: [json.dumps(value)])
+Numbers = dict_option(
+    "*",
+    "NAME=NUMBER",
+    parse_named_numbers,
+    lambda value: [f"{name}={number:g}" for name, number in value.items()],
+)
+
+
+@dataclass
+class Args:
+    """The arguments that all scripts share. The docstring of a field is its text in --help."""
+
+    # Experiment
+    exp_name: str = ""
+    """the name of the experiment, a part of the run's folder name"""
+    seed: int = 1
+    """the seed of the envs, networks, actions and minibatches; --evaluate uses the run's seed + 1000 by default"""
+    total_timesteps: int = 1_000_000
+    """the number of decisions to train for, counted over all agents"""
+    device: str = "cpu"
+    """the device of the rollout and the update: cpu, cuda, cuda:N or mps"""
+    fast: bool = True
+    """use numpy acting and a compiled update; --no-fast computes the same with plain PyTorch only"""
+    compile: bool | None = None
+    """compile the update (--compile, --no-compile); by default, in long runs if a C++ compiler is installed"""
+    track: bool = False
+    """log to Weights & Biases as well; this needs the package wandb"""
+    wandb_project_name: str = "unity-mujoco-rl"
+    """the Weights & Biases project to log to"""
+
+    # Environment
+    env_id: str = ""
+    """the env: a bundled scene, a gymnasium id, or module:id to import a module that registers the id"""
+    env_kwargs: JsonObject = field(default_factory=dict)
+    """keyword arguments of the gymnasium env as a JSON object, for example '{"ctrl_cost_weight": 0.2}'"""
+    num_envs: int = 1
+    """the number of parallel gymnasium envs; in a Unity or Godot scene every agent counts as one env"""
+
+    # Unity and Godot
+    unity_path: str | None = None
+    """the Unity build to launch, or "editor" to wait for its Play button; --env-id then selects the preset"""
+    godot_path: str | None = None
+    """the Godot game to launch (exported, or a folder with project.godot), or "editor" to wait for its Play button"""
+    behavior: str | None = None
+    """the Unity behavior or Godot policy to train, for games that have several"""
+    num_players: int = 1
+    """the number of Unity or Godot processes to launch; their agents are trained together"""
+    player_args: tuple[str, ...] = ()
+    """additional command-line arguments of the players, for example --player-args=--agents=20"""
+    base_port: int | None = None
+    """the port of the first player, the others use the ports that follow; by default, free ports are chosen"""
+    max_restarts: int = 3
+    """the number of consecutive restarts of a crashed or hanging player before the run stops"""
+    max_agents: int | None = None
+    """the number of agent slots per Unity player; by default, the number of agents in the first step"""
+    env_parameters: Numbers = field(default_factory=dict)
+    """the environment parameters of a Unity scene, for example mass=3 scale=0.5"""
+    time_scale: float = 20.0
+    """the speed of a Unity scene as a multiple of real time"""
+    real_time: bool = False
+    """run a Godot game in a window and in real time"""
+
+    # Checkpoints and videos
+    checkpoint_interval: int = 100_000
+    """the number of decisions between two checkpoints; one is also saved at the end and on Ctrl-C or SIGTERM"""
+    keep_checkpoints: int = 1
+    """the number of recent checkpoints to keep, in addition to best.pt, which has the highest mean return"""
+    capture_video: bool = False
+    """record videos of the deterministic policy in runs/NAME/videos; recording uses a separate env"""
+    video_interval: int = 500_000
+    """the number of decisions between two videos"""
+
+    # Using a run
+    resume: str | None = None
+    """continue the run in this folder, runs/NAME; a larger --total-timesteps extends it"""
+    evaluate: str | None = None
+    """evaluate the deterministic policy of this run or checkpoint, runs/NAME or runs/NAME/best.pt, without training"""
+    eval_episodes: int = 20
+    """the number of evaluation episodes, divided equally among the agents"""
+    export: str | None = None
+    """write the policy of this run or checkpoint to policy.onnx, for Unity or Godot, and for Godot to policy.json"""
+    trust: bool = False
+    """allow a checkpoint from another machine to start the programs and import the modules that its arguments name"""
+
+    # Distributed training
+    rollout_share: float = 1.0
+    """with torchrun and PPO: the share of ranks that must finish a rollout before the others end theirs (DD-PPO)"""
+
+
+def option(name):
+    """Return the command-line option of an argument: "num_envs" -> "--num-envs"."""
+    return "--" + name.replace("_", "-")
+
+
+# Conversion to plain types and back
+
+
+def to_plain(args):
+    """Return the arguments as a dict of plain types. Enum members become their names, as on the command line.
+
+    Checkpoints hold plain types only, because they are loaded without running code, and config.json holds JSON.
+    """
+    return {f.name: plain_value(getattr(args, f.name), f.name) for f in fields(args)}
+
+
+def plain_value(value, name):
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain_value(element, name) for element in value)
+    if isinstance(value, dict) and not any(isinstance(key, Enum) for key in value):
+        return {key: plain_value(element, name) for key, element in value.items()}
+    kinds = "numbers, strings, Enum members, or tuples, lists and dicts of these"
+    raise ValueError(
+        f"{option(name)} {value}: a checkpoint cannot store a {type(value).__name__}; use {kinds}"
+    )
+
+
+def from_plain(Args, plain):
+    """Return an `Args` from the dict that to_plain() made: where a field's type has an Enum, names become members."""
+    types = get_type_hints(Args)
+    values = {}
+    for name, value in plain.items():
+        members = {}
+        for kind in enums_in(types[name]):
+            members |= kind.__members__
+        values[name] = restored_value(value, members, name) if members else value
+    return Args(**values)
+
+
+def enums_in(annotation):
+    """Return the Enum classes in a type annotation such as Kind, `Kind | None`, tuple[Kind, ...] or Literal[Kind.A]."""
+    kind = annotation if isinstance(annotation, type) else type(annotation)
+    if issubclass(kind, Enum):
+        return [kind]
+    return [kind for part in get_args(annotation) for kind in enums_in(part)]
+
+
+def restored_value(value, members, name):
+    if isinstance(value, (list, tuple)):
+        return type(value)(restored_value(element, members, name) for element in value)
+    if isinstance(value, dict):
+        return {key: restored_value(element, members, name) for key, element in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value not in members:
+        raise ValueError(
+            f"{option(name)} {value}: the checkpoint has this value, the script has {', '.join(members)}"
+        )
+    return members[value]
+
+
+# Checks
+
+
+def check(args, above_0=(), from_0=(), from_0_to_1=(), at_most=()):
+    """Raise a ValueError of one line for arguments that cannot work, before any work starts.
+
+    above_0, from_0, from_0_to_1: names of the script's own arguments that must be above 0, at least 0, or between 0
+    and 1. at_most: upper limits of the script's own arguments, by name.
+    """
+    check_limits(
+        args, ABOVE_0.union(above_0), FROM_0.union(from_0), from_0_to_1, AT_MOST | dict(at_most)
+    )
+    check_names_and_numbers(args)
+    check_engine_options(args)
+    check_video(args)
+    check_compile(args)
+    check_track(args)
+    check_device(args.device)
+
+
+def check_limits(args, above_0, from_0, from_0_to_1, at_most):
+    """Check every number against its limits, and every string for being empty."""
+    for name, value in vars(args).items():
+        if value is None:
+            continue
+        for x in value if isinstance(value, tuple) else [value]:
+            problem = None
+            if x == "":
+                problem = "is empty: give a value, or leave the option out"
+            elif isinstance(x, float) and not math.isfinite(x):
+                problem = "must be a finite number"
+            elif isinstance(x, (int, float)) and abs(x) > (
+                LARGEST_INT if isinstance(x, int) else LARGEST_FLOAT
+            ):
+                problem = "is too large"
+            elif name in above_0 and not x > 0:
+                problem = "must be above 0"
+            elif name in from_0 and not x >= 0:
+                problem = "must not be negative"
+            elif name in from_0_to_1 and not 0 <= x <= 1:
+                problem = "must be between 0 and 1"
+            elif name in at_most and x > at_most[name]:
+                problem = f"must be at most {at_most[name]}"
+            if problem:
+                raise ValueError(f"{option(name)} {x}: {problem}")
+
+
+def check_names_and_numbers(args):
+    if not 0 < args.rollout_share <= 1:
+        raise ValueError(f"--rollout-share {args.rollout_share}: must be above 0 and at most 1")
+
+    for name, value in args.env_parameters.items():
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ValueError(f"--env-parameters {name}={value}: must be a finite number")
+
+    # The name becomes a part of a folder's name.
+    if not re.fullmatch(r"[\w.+-]+", args.exp_name) or args.exp_name.startswith("."):
+        allowed = (
+            "use letters, digits, dots, dashes, plus signs and underscores, and no dot at the start"
+        )
+        raise ValueError(f"--exp-name {args.exp_name!r}: {allowed}")
+
+
+def check_engine_options(args):
+    """Check that the options fit the engine: Unity, Godot, or none for gymnasium envs."""
+    if distributed.SIZE > 1 and "editor" in (args.unity_path, args.godot_path):
+        raise ValueError(
+            "--unity-path editor and --godot-path editor are for one process: leave torchrun out"
+        )
+    if args.unity_path and args.godot_path:
+        raise ValueError("--unity-path and --godot-path: give only one of them")
+
+    game = engine(args)
+    if game and args.num_envs > 1 and args.num_envs != type(args).num_envs:
+        problem = f"a {game} scene has one env per agent; add players with --num-players"
+        raise ValueError(f"--num-envs {args.num_envs}: {problem}")
+    if game == "Unity" and args.env_kwargs:
+        raise ValueError(
+            "--env-kwargs is for gymnasium envs; use --env-parameters for a Unity scene"
+        )
+    if game == "Godot" and args.env_kwargs:
+        raise ValueError(
+            "--env-kwargs is for gymnasium envs; use --player-args=--NAME=VALUE for a Godot game"
+        )
+    if game == "Godot" and args.env_parameters:
+        raise ValueError(
+            "--env-parameters is for Unity scenes; use --player-args=--NAME=VALUE for a Godot game"
+        )
+    if game is None and args.env_parameters:
+        raise ValueError(
+            "--env-parameters is for Unity scenes; use --env-kwargs for a gymnasium env"
+        )
+    if game == "Godot" and args.max_agents:
+        problem = "the number of agents of a Godot game is fixed; leave the option out"
+        raise ValueError(f"--max-agents {args.max_agents}: {problem}")
+    if game != "Godot" and args.real_time:
+        raise ValueError("--real-time is for Godot games; use --time-scale 1 for a Unity scene")
+
+
+def check_video(args):
+    if args.capture_video and args.unity_path:
+        other = "record a Unity build with Unity's Recorder package"
+        raise ValueError(f"--capture-video records gymnasium envs and bundled scenes; {other}")
+    if args.capture_video and args.godot_path:
+        other = "record a Godot game with Godot's --write-movie"
+        raise ValueError(f"--capture-video records gymnasium envs and bundled scenes; {other}")
+
+
+def check_compile(args):
+    if args.compile and not args.fast:
+        resumed = "add --fast to resume a run that was started with --no-fast"
+        raise ValueError(f"--compile and --no-fast: give only one of them, or {resumed}")
+    # A resumed run that was compiled on another machine continues without.
+    if args.compile and not args.resume and not fast.compiler():
+        raise ValueError(
+            "--compile needs a C++ compiler; on Debian and Ubuntu: apt-get install g++"
+        )
+
+
+def check_track(args):
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise ValueError("--track needs Weights & Biases: pip install wandb")
+
+
+def check_device(device):
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    kind, _, index = device.partition(":")
+    index = index or "0"
+    if not index.isdecimal() or int(index) >= counts.get(kind, 0):
+        available = ", ".join(kind for kind, count in counts.items() if count)
+        raise ValueError(f"--device {device}: not on this machine, which has {available}")
+
+
+def check_memory(name, value, needed):
+    """Raise a ValueError if the option `name` with `value` needs more bytes than are free. Only Linux is checked."""
+    try:
+        with open("/proc/meminfo") as file:
+            available = next(line for line in file if line.startswith("MemAvailable"))
+    except OSError:
+        return
+    free = 1024 * int(available.split()[1])
+    if needed > free:
+        sizes = f"needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
+        raise ValueError(f"{name} {value} {sizes}: choose a smaller value")
+
+
+def batch_sizes(args, num_agents):
+    """Return the batch size of this rank, the minibatch size, and the number of iterations."""
+    batch_size = num_agents * args.num_steps
+    if batch_size % args.num_minibatches:
+        size = f"{num_agents} x {args.num_steps} = {batch_size} decisions"
+        raise ValueError(
+            f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}"
+        )
+
+    batch_size_of_all_ranks = batch_size * distributed.SIZE
+    if args.total_timesteps < batch_size_of_all_ranks:
+        size = f"{num_agents} agents x --num-steps {args.num_steps} = {batch_size} decisions"
+        if distributed.SIZE > 1:
+            size += f" on each of {distributed.SIZE} ranks"
+        raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
+
+    minibatch_size = batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size_of_all_ranks
+    return batch_size, minibatch_size, num_iterations
+
+
+# The spec of a policy
+
+
+def describe(args, envs, discrete=False):
+    """Return the spec of a policy on vectors: sizes of observations and actions, and bounds, as plain numbers.
+
+    A checkpoint stores the spec, and agents are built from it. discrete: whether the script is for discrete actions.
+    An env that the script does not support is refused with the name of the script that does.
+    """
+    obs_space = envs.single_observation_space
+    action_space = envs.single_action_space
+    if isinstance(action_space, gym.spaces.Box):
+        kind = "continuous"
+    elif isinstance(action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        kind = "discrete"
+    else:
+        supported = "the scripts support continuous and discrete actions only"
+        raise ValueError(f"{args.env_id} has actions {action_space}: {supported}")
+    if not isinstance(obs_space, gym.spaces.Box):
+        supported = "this script supports vectors only; use ppo_pixel.py for images"
+        raise ValueError(f"{args.env_id} has observations {obs_space}: {supported}")
+    if kind != ("discrete" if discrete else "continuous"):
+        raise ValueError(f"{args.env_id} has actions {action_space}: use {SCRIPTS[kind]}")
+
+    (obs_dim,) = obs_space.shape
+    spec = {"obs_dim": obs_dim, "sensors": getattr(envs, "sensors", [obs_dim])}
+    if hasattr(envs, "inputs"):  # Godot's observations have names
+        spec["inputs"] = envs.inputs
+    if kind == "continuous":
+        return spec | {"action_dim": action_space.shape[0]} | bounds(action_space)
+    sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
+    return spec | {
+        "branches": np.ravel(sizes).tolist(),
+        "start": np.ravel(action_space.start).tolist(),
+    }
+
+
+def bounds(space):
+    """Return the bounds of a Box as "low" and "high": numbers if all actions share them, otherwise lists."""
+    low = space.low.ravel().tolist()
+    high = space.high.ravel().tolist()
+    if len(set(low)) == 1 and len(set(high)) == 1:
+        return {"low": low[0], "high": high[0]}
+    return {"low": low, "high": high}
+
+
+class Bounds(nn.Module):
+    """Action bounds `low` and `high` of a spec: numbers if all actions share them, otherwise buffers."""
+
+    def __init__(self, spec):
+        super().__init__()
+        for name in ("low", "high"):
+            if isinstance(spec[name], float):
+                setattr(self, name, spec[name])
+            else:
+                self.register_buffer(name, torch.tensor(spec[name]))
+
+
+# The command line
+
+
+def command_line(script, Args, presets, doc):
+    """Parse sys.argv and return the arguments, their defaults, and the checkpoint (path, state) or None.
+
+    The defaults come from the checkpoint that --resume, --evaluate or --export names, or from the preset of the env.
+    --help shows these defaults. doc: the description that --help shows.
+    """
+    # Read the options that decide about the defaults before tyro parses everything.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("env_id", "unity_path", "godot_path", "resume", "evaluate", "export"):
+        parser.add_argument(option(name), f"--{name}")
+    given, _ = parser.parse_known_args()
+
+    sources = [
+        name for name in ("resume", "evaluate", "export") if getattr(given, name) is not None
+    ]
+    if len(sources) > 1:
+        raise ValueError("--resume, --evaluate and --export: give only one of them")
+
+    checkpoint = None
+    if sources:
+        checkpoint = load(getattr(given, sources[0]), script)
+        default = defaults_of_checkpoint(Args, checkpoint, given)
+    elif (given.unity_path or given.godot_path) and not given.env_id:
+        default = defaults_of_build(Args, given)
+    else:
+        default = defaults_of_env(Args, presets, given)
+
+    # tyro has flags with two states only, and --compile has a third, its default.
+    flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}
+    words = []
+    for word in sys.argv[1:]:
+        words += flags.get(word.replace("_", "-"), [word])
+    return tyro.cli(Args, description=doc, default=default, args=words), default, checkpoint
+
+
+def defaults_of_checkpoint(Args, checkpoint, given):
+    """Return the arguments in a checkpoint, if the script still has the same ones and the checkpoint can be trusted."""
+    path, state = checkpoint
+    saved_names = set(state["args"])
+    script_names = {f.name for f in fields(Args)}
+    removed = sorted(saved_names - script_names)
+    added = sorted(script_names - saved_names)
+    old_script = f"use the copy of the script in {path.parent}"
+    if removed:
+        raise ValueError(
+            f"{path} has {option(removed[0])}, which the script no longer has: {old_script}"
+        )
+    if added:
+        raise ValueError(
+            f"{path} does not have {option(added[0])}, which is new in the script: {old_script}"
+        )
+
+    # The checkpoint of another machine must not start programs or import modules on its own.
+    given_names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:]}
+    risky = {name: effect for name, effect in risks(state).items() if name not in given_names}
+    if risky and "trust" not in given_names and given.export is None:
+        effects = ", ".join(risky.values())
+        options = " and ".join(map(option, risky))
+        problem = f"was not written on this machine and would {effects}"
+        raise ValueError(f"{path} {problem}: give {options} on this command line, or --trust")
+
+    default = from_plain(Args, state["args"])
+    default = replace(
+        default, resume=given.resume, evaluate=given.evaluate, export=given.export, trust=False
+    )
+    if given.resume is None:
+        # New episodes for the evaluation. Videos and compiling belong to the training.
+        default = replace(default, seed=default.seed + 1000, capture_video=False, compile=None)
+    elif "no_fast" in given_names:
+        default = replace(default, compile=False)
+    return default
+
+
+def defaults_of_build(Args, given):
+    """Return the defaults for a Unity build or Godot game without --env-id: it names the run, and has no preset."""
+    path = Path(given.unity_path or given.godot_path)
+    name = path.resolve().parent.name if path.name == "project.godot" else path.resolve().stem
+    return Args(env_id=name or "editor", unity_path=given.unity_path, godot_path=given.godot_path)
+
+
+def defaults_of_env(Args, presets, given):
+    """Return the defaults with the preset of the env, if the script has one."""
+    env_id = Args.env_id if given.env_id is None else given.env_id
+    preset = presets.get(env_id.removeprefix("envs:"), {})
+    unknown = sorted(set(preset) - {f.name for f in fields(Args)})
+    if unknown:
+        raise ValueError(
+            f"PRESETS sets {unknown[0]} for {env_id}, but Args has no such field: remove it from PRESETS"
+        )
+    default = Args(env_id=env_id, **preset)
+
+    # The editor is a single player: keep the batch size by collecting more steps per agent.
+    if "editor" in (given.unity_path, given.godot_path) and default.num_players > 1:
+        if hasattr(default, "num_steps"):
+            default = replace(default, num_steps=default.num_steps * default.num_players)
+        default = replace(default, num_players=1)
+    return default

@@ -1,0 +1,471 @@
+"""A Godot game: a process that speaks the protocol of the plugin Godot RL Agents, and its messages as arrays.
+
+A message is a JSON object behind its length in four bytes. The game connects, then Python sends requests and the game
+answers them. `Game` launches the process and exchanges messages with it. `GodotLayout` reads the observations.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from onefile_rl.engines.messages import End, Layout, Message
+from onefile_rl.engines.process import (
+    LARGEST_MESSAGE,
+    PlayerError,
+    PlayerGone,
+    Process,
+    Stream,
+    find_build,
+    one_line,
+)
+from onefile_rl.engines.scenes import GODOT_SCENES
+
+MOST = 100_000  # agents of a game, numbers in an observation, actions of an agent
+INVALID = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)  # raised by invalid messages
+LISTS = {
+    "reset": ("obs", "info"),
+    "step": ("obs", "info", "reward", "done"),
+}  # with one entry per agent, by type
+
+
+class GodotError(PlayerError):
+    """An error of a Godot game."""
+
+
+class GodotGone(GodotError, PlayerGone):
+    """The game crashed or hangs. Starting it again may help."""
+
+
+def find_godot(path):
+    """Return the Godot executable that runs the project or scene `path`."""
+    given = os.environ.get("GODOT")
+    godot = given or shutil.which("godot") or shutil.which("godot4")
+    if not godot:
+        fix = "install it from godotengine.org or your system's packages, put it on the PATH as `godot`, or set $GODOT"
+        raise GodotError(f"{path} needs Godot 4, which was not found: {fix}")
+    if given and not (os.path.isfile(given) and os.access(given, os.X_OK)):
+        raise GodotError(f"$GODOT is {given}, which is not an executable file")
+    return godot
+
+
+def find_game(path):
+    """Return the command that starts a bundled scene, given by its id, a project, given by its folder, or a game."""
+    if path in GODOT_SCENES:
+        folder = Path(__file__).resolve().parents[2] / "envs" / "godot_scenes"
+        return [
+            find_godot(path),
+            "--path",
+            str(folder),
+            f"res://{path.removeprefix('Godot').lower()}.tscn",
+        ]
+    folder = Path(path).parent if Path(path).name == "project.godot" else Path(path)
+    if (folder / "project.godot").is_file():
+        return [find_godot(path), "--path", str(folder.resolve())]
+    if build := find_build(path, GodotError):
+        return [build]
+    hint = "Give an exported game, or the folder with its project.godot."
+    raise GodotError(f"{path}: no game found. {hint} Bundled scenes: {', '.join(GODOT_SCENES)}.")
+
+
+class Wire(Stream):
+    """One end of the connection to a game. Messages are dicts."""
+
+    # A step of a game takes a millisecond or more, too long to poll.
+    spin_seconds = 0
+    chunk_size = 1 << 16
+
+    def send(self, message, timeout=None):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        data = orjson.dumps(message)
+        self._write(len(data).to_bytes(4, "little") + data, deadline)
+
+    def receive(self, timeout=None):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        buffer = self.buffer
+        while len(buffer) < 4:
+            self._fill(deadline)
+        end = 4 + int.from_bytes(buffer[:4], "little")
+        if end > LARGEST_MESSAGE:
+            raise ConnectionError(f"its message is larger than {LARGEST_MESSAGE >> 20} MiB")
+        while len(buffer) < end:
+            self._fill(deadline)
+        data = bytes(memoryview(buffer)[4:end])
+        del buffer[:end]
+        message = parse_json(data)
+        if not isinstance(message, dict):
+            raise ConnectionError("its message is not a JSON object")
+        return message
+
+
+def parse_json(data):
+    """Parse with orjson, and with the slower json what orjson rejects: Godot writes infinity as 1e99999."""
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        pass
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError(f"its message is not JSON ({error})") from None
+
+
+class Game(Process):
+    """One Godot process and the connection to it. `args` are additional command line arguments, see also Process."""
+
+    kind = "game"
+    editor = "Godot"
+    editor_port = 11008  # the plugin's default
+    fixed_agents = True
+    Error = GodotError
+    Gone = GodotGone
+
+    def __init__(self, path, worker, base_port, timeout, args, *, seed=0, announced=None):
+        command = None
+        if path != "editor":
+            found = find_game(path)
+            command = lambda port: [*found, *args, f"--env_seed={seed}", f"--port={port}"]
+        super().__init__(path, command, worker, base_port, timeout, announced)
+        self.rng = np.random.default_rng(seed)  # for the agents that are not trained
+        self.behavior = None
+        self.layout = None
+        self.request = None  # the type of the last request, and of its answer: "reset" or "step"
+
+    @property
+    def hint(self):
+        """A script error does not end a game: Godot prints it, and the game does not answer any more."""
+        errors = [line for line in self.last_output() if "ERROR" in line] if self.process else []
+        return (
+            errors[-1].strip()
+            if errors
+            else "check that its scene has a Sync node in training mode"
+        )
+
+    @property
+    def connect_hint(self):
+        return f": {self.hint}"
+
+    # Start
+
+    def connect(self):
+        """Wait for the game and request a description of its agents."""
+        self.accept(lambda sock, seconds: Wire(sock))
+        self.send_message({"type": "handshake", "major_version": "0", "minor_version": "7"})
+        self.send_message({"type": "env_info"})
+
+    def meet(self, behavior, layout):
+        """Read the description of the agents.
+
+        `behavior` is the policy_name of the agents to train, or None if there is only one. `layout` is that of the
+        first game, None for the first game itself.
+        """
+        info = self.receive_message("env_info")
+        try:
+            self.size = int(info["n_agents"])  # of all policies
+            if not 0 < self.size <= MOST:
+                raise ValueError(f"{self.size} agents")
+            names = [
+                str(name)
+                for name in info.get("agent_policy_names") or ["shared_policy"] * self.size
+            ]
+            observation_spaces = self._one_per_agent(info["observation_space"])
+            action_spaces = self._one_per_agent(info["action_space"])
+            if not len(names) == len(observation_spaces) == len(action_spaces) == self.size:
+                raise ValueError(f"{self.size} agents, {len(names)} names")
+            observations = [read_observations(space) for space in observation_spaces]
+            actions = [read_actions(space) for space in action_spaces]
+        except INVALID as error:
+            raise GodotError(
+                f"{self.name}: the description of its agents is invalid ({error})"
+            ) from None
+
+        matching = [name for name in sorted(set(names)) if behavior in (None, name)]
+        if len(matching) != 1:
+            has = (
+                "several policies, choose one with --behavior"
+                if matching
+                else f"no policy {behavior}"
+            )
+            raise GodotError(f"{self.name} has {has}: {', '.join(sorted(set(names)))}")
+        (self.behavior,) = matching
+        self.agents = [agent for agent, name in enumerate(names) if name == self.behavior]
+        self.untrained = [
+            (agent, actions[agent]) for agent, name in enumerate(names) if name != self.behavior
+        ]
+        self.num_agents = len(self.agents)
+        first = self.agents[0]
+        self.layout = layout or GodotLayout(observations[first], actions[first])
+        for agent in self.agents:
+            if (observations[agent], actions[agent]) != (
+                self.layout.observations,
+                self.layout.actions,
+            ):
+                what = (
+                    f"{self.name}, agent {agent} has other observations or actions than the first"
+                )
+                raise GodotError(f"{what}: all agents of one policy must be alike, in all games")
+        if self.untrained:
+            others = ", ".join(sorted(set(names) - {self.behavior}))
+            self.announce(
+                "untrained", f"Training {self.behavior}; agents of {others} act at random"
+            )
+
+    def _one_per_agent(self, space):
+        """Before version 0.7 of the plugin, all agents share one description."""
+        return space if isinstance(space, list) else [space] * self.size
+
+    def start(self):
+        """Return the first message."""
+        self.reset()
+        return self.receive()
+
+    # From Godot
+
+    def receive(self):
+        """Return the answer to the last request."""
+        message = self.receive_message(self.request)
+        message["info"] = message.get("info") or [{}] * self.size
+        for name in LISTS[self.request]:
+            entries = message.get(name)
+            if not isinstance(entries, list) or len(entries) != self.size:
+                what = f"{len(entries)} entries" if isinstance(entries, list) else "no list"
+                raise GodotError(
+                    f"{self.name}: its {name!r} has {what}, and there are {self.size} agents"
+                )
+        infos = self._trained(message["info"])
+        infos = [info if isinstance(info, dict) else {} for info in infos] if any(infos) else None
+        observations = self.layout.observe(self._trained(message["obs"]), self.name, self.agents)
+
+        # All agents decide at the same time, so all have a reward and request the next decision.
+        ends = []
+        if self.request == "reset":
+            rewards = np.zeros(self.num_agents)
+        else:
+            rewards = self._numbers("reward", self._trained(message["reward"]))
+            if any(message["done"]):
+                ends = self._decode_ends(
+                    self._trained(message["done"]), rewards, infos or [{}] * self.num_agents
+                )
+        masks = self._decode_masks(infos) if infos and self.layout.branches else None
+        statistics = self._decode_statistics(infos) if infos else {}
+        return Message(ends, self.agents, rewards, observations, masks, statistics)
+
+    def receive_message(self, kind):
+        """Return the next message as Godot sends it. `kind` is its expected type."""
+        try:
+            message = self.wire.receive(self.timeout)
+        except TimeoutError:
+            raise self.no_answer() from None
+        except OSError as error:
+            raise self.disconnected(error) from None
+        if message.get("type") != kind:
+            raise self.error(f"sent a message of type {message.get('type')!r} instead of {kind!r}")
+        return message
+
+    def _trained(self, values):
+        """Return the values of the trained agents, from a list with one value per agent."""
+        return [values[agent] for agent in self.agents] if self.untrained else values
+
+    def _numbers(self, name, values):
+        """Return `values` as an array. Godot writes NaN as null."""
+        try:
+            numbers = np.array(values, np.float64)
+            if numbers.shape != (len(values),):
+                raise ValueError
+        except INVALID:
+            raise GodotError(f"{self.name}: its {name} is not a list of numbers") from None
+        return numbers
+
+    def _decode_ends(self, done, rewards, infos):
+        ends = []
+        for agent, is_done, reward, info in zip(self.agents, done, rewards, infos, strict=True):
+            if not is_done:
+                continue
+            final_obs = None
+            if info.get("terminal_observation") is not None:
+                rows = self.layout.observe([info["terminal_observation"]], self.name, [agent])
+                final_obs = {name: array[0] for name, array in rows.items()}
+            success = bool(info["is_success"]) if "is_success" in info else None
+            ends.append(
+                End(agent, reward, bool(info.get("TimeLimit.truncated")), final_obs, success)
+            )
+        return ends
+
+    def _decode_masks(self, infos):
+        masks = np.ones((self.num_agents, sum(self.layout.branches)), bool)
+        for row, (agent, info) in enumerate(zip(self.agents, infos, strict=True)):
+            mask = info.get("action_mask")
+            if mask is None:
+                continue
+            if not isinstance(mask, list) or len(mask) != masks.shape[1]:
+                what = f"its action_mask must have {masks.shape[1]} entries, one for each discrete action"
+                raise GodotError(f"{self.name}, agent {agent}: {what}")
+            masks[row] = [bool(allowed) for allowed in mask]
+        return masks
+
+    def _decode_statistics(self, infos):
+        statistics = {}
+        for agent, info in zip(self.agents, infos, strict=True):
+            if not isinstance(info.get("stats"), dict):
+                continue
+            for name, value in info["stats"].items():
+                (number,) = self._numbers(f"stats {name}", [value])
+                if not np.isfinite(number):
+                    raise GodotError(f"{self.name}, agent {agent}: its stats {name} is {number}")
+                statistics.setdefault(one_line(name), []).append((number, "average"))
+        return statistics
+
+    # To Godot
+
+    def reset(self):
+        """Tell the game to start new episodes."""
+        self.request = "reset"
+        self.send_message({"type": "reset"})
+
+    def send_actions(self, continuous=None, discrete=None):
+        """Send actions, with one row for each trained agent."""
+        actions = self.layout.name_actions(continuous, discrete)
+        if self.untrained:
+            of_agent = dict(zip(self.agents, actions, strict=True))
+            for agent, spaces in self.untrained:
+                of_agent[agent] = self._random_actions(spaces)
+            actions = [of_agent[agent] for agent in range(self.size)]
+        self.request = "step"
+        self.send_message({"type": "action", "action": actions})
+
+    def _random_actions(self, spaces):
+        return {
+            name: int(self.rng.integers(size))
+            if is_discrete
+            else self.rng.uniform(-1, 1, size).tolist()
+            for name, (size, is_discrete) in spaces.items()
+        }
+
+    def send_message(self, message):
+        try:
+            self.wire.send(message, self.timeout)
+        except TimeoutError:
+            raise self.not_reading() from None
+        except OSError as error:
+            raise self.disconnected(error) from None
+
+    def close(self):
+        super().close({"type": "close"})
+
+
+class GodotLayout(Layout):
+    """Layout of a policy's agents, and how Godot writes their observations and actions.
+
+    `observations` and `actions` are what `read_observations` and `read_actions` return.
+    """
+
+    def __init__(self, observations, actions):
+        super().__init__([], 0, {}, 0, [])
+        self.observations = observations
+        self.actions = actions
+        self.inputs = list(observations)  # the names of the sensors
+        self.vectors = {}  # from the name of each vector to its size
+        for name, (shape, is_image) in observations.items():
+            if is_image:
+                self.images[name] = shape
+                self.sensors.append(name)
+            else:
+                self.vectors[name] = math.prod(shape)
+                self.vector_size += self.vectors[name]
+                self.sensors.append(self.vectors[name])
+        self.columns = []  # for each action, whether it is discrete, and its columns in the array of actions
+        for size, is_discrete in actions.values():
+            if is_discrete:
+                self.columns.append((True, len(self.branches)))
+                self.branches.append(size)
+            else:
+                self.columns.append((False, slice(self.continuous, self.continuous + size)))
+                self.continuous += size
+
+    def observe(self, rows, game_name, agents):
+        """Return the observations of `agents`, from a list of what their get_obs() returned."""
+        observations = {}
+        vectors = []
+        try:
+            for name, size in self.vectors.items():
+                values = [row[name] for row in rows]
+                vectors.append(np.array(values, np.float32).reshape(len(rows), size))
+            for name, shape in self.images.items():
+                pixels = b"".join(bytes.fromhex(row[name]) for row in rows)
+                observations[name] = np.frombuffer(pixels, np.uint8).reshape(len(rows), *shape)
+        except INVALID:
+            expected = self.images.get(name) or f"{self.vectors[name]} numbers"
+            hint = "; a camera needs a display" if name in self.images else ""
+            what = f"{name!r} of get_obs() is not the {expected} of get_obs_space(){hint}"
+            raise GodotError(
+                f"{game_name}, agent {', '.join(map(str, agents[:4]))}: {what}"
+            ) from None
+        if vectors:
+            floats = vectors[0] if len(vectors) == 1 else np.concatenate(vectors, axis=1)
+            if not np.isfinite(floats).all():
+                row, column = np.argwhere(~np.isfinite(floats))[0]
+                where = f"{game_name}, agent {agents[row]}"
+                raise GodotError(f"{where}: observation {column} is {floats[row, column]}")
+            observations["vector"] = floats
+        return observations
+
+    def name_actions(self, continuous, discrete):
+        """Return a dict from the name of each action to its value for every row."""
+        values = [
+            (discrete if is_discrete else continuous)[:, at].tolist()
+            for is_discrete, at in self.columns
+        ]
+        if len(values) == 1:  # as in most games
+            (name,) = self.actions
+            return [{name: value} for value in values[0]]
+        return [dict(zip(self.actions, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def read_observations(spaces):
+    """Return a dict from the name of each observation to its shape and whether it is an image.
+
+    The plugin's cameras give their shape as (channels, height, width), but send (height, width, channels).
+    """
+    observations = {}
+    for name, space in spaces.items():
+        shape = [space["size"]] if isinstance(space["size"], (int, float)) else space["size"]
+        shape = tuple(map(int, shape))
+        is_image = "2d" in name
+        if space.get("space", "box") != "box":
+            raise ValueError(f"{name!r} is {space['space']!r}: send it as numbers, one-hot")
+        largest = LARGEST_MESSAGE if is_image else MOST
+        if not 0 < math.prod(shape) <= largest:
+            raise ValueError(f"{name!r} has the size {list(shape)}")
+        if is_image:
+            if len(shape) == 3 and shape[0] <= 4:
+                shape = (*shape[1:], shape[0])
+            if len(shape) != 3:
+                raise ValueError(f"{name!r}, an image, has the size {list(shape)}")
+        observations[name] = (shape, is_image)
+    if not observations:
+        raise ValueError("agents observe nothing: add something to get_obs_space()")
+    return observations
+
+
+def read_actions(spaces):
+    """Return a dict from the name of each action to its size and whether it is discrete."""
+    actions = {
+        name: (int(space["size"]), space["action_type"] == "discrete")
+        for name, space in spaces.items()
+    }
+    sizes = [size for size, _ in actions.values()]
+    if not sizes or min(sizes) < 1 or sum(sizes) > MOST:
+        raise ValueError(f"actions of the sizes {sizes}")
+    return actions

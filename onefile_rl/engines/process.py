@@ -1,0 +1,448 @@
+"""The process of a game and the connection to it, for any engine.
+
+A game is launched, connects to a port on loopback, and is ended together with all processes that it has started. On
+Linux, only the process that was launched is accepted on the port. Every read and every write has a deadline.
+
+unity.py and godot.py implement the protocols of their engines on top of this module.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from onefile_rl.engines.scenes import EngineError
+
+GRACE = 5  # seconds that a game has to exit after the message that tells it to
+LARGEST_MESSAGE = (
+    2**29
+)  # bytes; far above any scene's messages, so that a faulty peer cannot fill the memory
+SPIN_SECONDS = 1.5e-3 if hasattr(os, "sched_yield") else 0
+DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)  # not available on Windows
+
+
+def one_line(text):
+    """Replace line breaks and control characters, which a player's names and output may contain, by spaces."""
+    return "".join(c if c.isprintable() else " " for c in str(text))
+
+
+class PlayerError(EngineError):
+    """An error of a game, with a message of one line."""
+
+    def __init__(self, message):
+        super().__init__(one_line(message))
+
+
+class PlayerGone(PlayerError):
+    """The game crashed or hangs. Starting it again may help."""
+
+
+class Stream:
+    """One end of a connection, with a buffer of the received bytes that are not parsed yet.
+
+    Reading and writing raise ConnectionError if the peer is gone, and TimeoutError if they are not finished at the
+    deadline, even if the peer keeps sending.
+    """
+
+    spin_seconds = SPIN_SECONDS
+    chunk_size = 1 << 20  # bytes to receive at once
+
+    def __init__(self, sock):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.buffer = bytearray()
+
+    def close(self):
+        self.sock.close()
+
+    def _fill(self, deadline):
+        """Append the bytes that have arrived to the buffer; wait if there are none.
+
+        A core that goes idle is slow to wake up, so poll for a short time before sleeping. `sched_yield` lets other
+        processes run in between.
+        """
+        if (
+            deadline is not None and time.monotonic() > deadline
+        ):  # the socket's timeout does not see a constant flow
+            raise TimeoutError("timed out")
+        spin_until = time.perf_counter() + self.spin_seconds
+        while time.perf_counter() < spin_until:
+            try:
+                chunk = self.sock.recv(self.chunk_size, DONTWAIT)
+                break
+            except BlockingIOError:
+                os.sched_yield()
+        else:
+            chunk = self._before(deadline, self.sock.recv, self.chunk_size)
+        if not chunk:
+            raise ConnectionError("the peer closed the connection")
+        self.buffer += chunk
+
+    def _write(self, data, deadline):
+        """Send `data`. Almost always the socket's buffer has room for all of it and there is no wait."""
+        try:
+            sent = self.sock.send(data, DONTWAIT) if DONTWAIT else 0
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._before(deadline, self.sock.sendall, memoryview(data)[sent:])
+
+    def _before(self, deadline, call, argument):
+        """Call a method of the socket with the timeout that is left until `deadline`."""
+        self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+        try:
+            return call(argument)
+        finally:
+            self.sock.settimeout(None)
+
+
+def find_build(path, error):
+    """Return the executable of an exported game, or None if there is none.
+
+    `path` is the executable, with or without its suffix, or the folder that contains it. `error` is the class of the
+    exception for a file that is not executable.
+    """
+    if sys.platform == "darwin":
+        patterns = [f"{path}/Contents/MacOS/*", f"{path}.app/Contents/MacOS/*"]
+    elif sys.platform == "win32":
+        patterns = [path, f"{path}.exe", f"{path}/*.exe"]
+    else:
+        patterns = [path, f"{path}.x86_64", f"{path}/*.x86_64"]
+    for pattern in patterns:
+        pattern = Path(os.path.abspath(pattern))
+        candidates = (
+            sorted(pattern.parent.glob(pattern.name)) if pattern.name.startswith("*") else [pattern]
+        )
+        for file in candidates:
+            if file.is_file() and not file.name.startswith("UnityCrashHandler"):
+                if not os.access(file, os.X_OK):
+                    raise error(f"{file} is not executable: run chmod +x {file}")
+                return str(file)
+    return None
+
+
+# Signals
+
+
+@contextmanager
+def handle_signals(handler, names, replaces):
+    """Install `handler` for the named signals inside the `with` block.
+
+    `replaces(old)` says whether the present handler of a signal is replaced. Other threads than the main thread cannot
+    set handlers, and nothing happens there.
+    """
+    numbers = []
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {
+        number: signal.getsignal(number) for number in numbers if replaces(signal.getsignal(number))
+    }
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def exit_on_signals():
+    """Raise SystemExit on SIGTERM and SIGHUP, so that cleanup code runs and closes the players.
+
+    By default these signals end Python without any cleanup. A player that is not connected yet would not notice, and
+    keep running.
+    """
+
+    def leave(number, _):
+        raise SystemExit(128 + number)
+
+    with handle_signals(leave, ("SIGTERM", "SIGHUP"), lambda old: old == signal.SIG_DFL):
+        yield
+
+
+@contextmanager
+def defer_signals():
+    """Deliver SIGINT, SIGTERM and SIGHUP only after the `with` block.
+
+    An interrupt in the middle of a launch would leave a process that no variable refers to.
+    """
+    received = []
+
+    def remember(number, _):
+        received.append(number)
+
+    try:
+        with handle_signals(
+            remember, ("SIGINT", "SIGTERM", "SIGHUP"), lambda old: old not in (None, signal.SIG_IGN)
+        ):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
+
+
+# Processes and sockets in /proc
+
+
+def process_tree(leader):
+    """Return the ids of the processes in the session of `leader` and of all their descendants (Linux only)."""
+    if sys.platform != "linux":
+        return set()
+    parents = {}
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has just ended
+            _, parent, _, session = entry.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            pid = int(entry.parent.name)
+            parents[pid] = int(parent)
+            if leader in (pid, int(session)):
+                found.add(pid)
+    while children := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= children
+    return found
+
+
+def find_peer(sock):
+    """Return the user id and the inode of the local socket that `sock` is connected to, or None if it is closed.
+
+    Reads /proc/net, so this is for Linux only.
+    """
+
+    def in_hex(address):  # as in /proc/net: the four bytes of the address as one number
+        return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
+
+    here = in_hex(sock.getsockname())
+    there = in_hex(sock.getpeername())
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # gRPC uses IPv6 sockets for IPv4 connections
+        if not os.path.exists(table):
+            continue
+        for line in Path(table).read_text().splitlines():
+            fields = line.split()
+            inode = fields[9]
+            if (
+                fields[1].endswith(there) and fields[2].endswith(here) and inode != "0"
+            ):  # 0: closed by its process
+                return int(fields[7]), inode
+    return None
+
+
+class Process:
+    """One game and the connection to it: the base of unity.Player and godot.Game.
+
+    Args:
+        path: the user's path of the game, for messages; "editor" if the user starts it there
+        command: a function from the port to the command line that starts the game; None for the editor
+        worker: the number of the game
+        base_port: the game connects to base_port + worker; None for a free port, or the editor's
+        timeout: seconds to wait for the game
+        announced: topics of the notices that were printed, a set that all games of an env share
+
+    A subclass defines the attributes below, and `hint`, a possible reason why the game does not answer.
+    """
+
+    kind = "player"  # what messages call a game
+    editor = None  # the name of the engine's editor
+    editor_port = None  # where a game in the editor connects to
+    fixed_agents = False  # whether the number of agents never changes
+    connect_hint = ""  # a possible reason why the game does not connect
+    Error = PlayerError  # the exception for wrong settings
+    Gone = PlayerGone  # the exception for a game that crashed or hangs
+
+    def __init__(self, path, command, worker, base_port, timeout, announced=None):
+        self.name = f"{self.kind} {worker} ({path})"
+        self.worker = worker
+        self.timeout = timeout
+        self.announced = set() if announced is None else announced
+        self.wire = None
+        self.process = None
+        self.ended = False  # whether the process and all its descendants are ended
+
+        # State that EngineVecEnv keeps for each player.
+        self.slots = None  # the slots of its agents
+        self.requesting = None  # the slots whose agents requested a decision in its last message
+        self.failures = 0  # how often in a row it was lost
+
+        # Listen before the launch: the game connects as soon as it runs.
+        default_port = self.editor_port if command is None else 0  # 0: any free port
+        port = default_port if base_port is None else base_port + worker
+        if not 0 <= port < 2**16:
+            raise self.Error(
+                f"--base-port {base_port}: port {port} does not exist, choose a port below 65536"
+            )
+        try:
+            self.listener = socket.create_server(("127.0.0.1", port))
+        except OSError as reason:
+            why = f"port {port} is in use ({reason.strerror})"
+            raise self.Error(
+                f"{why}: choose another --base-port, or omit it to use a free port"
+            ) from None
+        self.port = self.listener.getsockname()[1]
+        if command is None:
+            print(
+                f"Waiting for Play in the {self.editor} editor (port {self.port}) ...", flush=True
+            )
+            return
+
+        # The game gets its own session: Ctrl-C interrupts only this process, which then closes the game.
+        command = command(self.port)
+        try:
+            self.log = tempfile.TemporaryFile()
+            streams = dict(stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+            self.process = subprocess.Popen(command, **streams, start_new_session=True)
+        except (OSError, ValueError) as reason:  # ValueError: an argument with a null byte
+            self.listener.close()
+            why = getattr(reason, "strerror", reason)
+            raise self.Error(f"{command[0]} cannot be started: {why}") from None
+
+    def announce(self, topic, text):
+        """Print a notice, unless there was one on this topic."""
+        if topic not in self.announced:
+            self.announced.add(topic)
+            print(one_line(text), flush=True)
+
+    def accept(self, make_wire):
+        """Wait for the connection of the game and set `self.wire`. The port is closed afterwards.
+
+        `make_wire(sock, seconds)` returns the wire for a connection; it raises an OSError if the peer does not speak
+        the protocol.
+        """
+        deadline = time.monotonic() + self.timeout
+        rejected = 0
+        self.listener.settimeout(0.1)
+        while self.wire is None:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left < 0 or (self.process and self.exit_code(0) is not None):
+                others = (
+                    f"; rejected connections of other processes: {rejected}" if rejected else ""
+                )
+                what = f"has not connected to port {self.port} within {self.timeout:g} s"
+                raise self.error(f"{what}{others}{self.connect_hint}")
+            try:
+                sock = self.listener.accept()[0]
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise self.error(f"failed to connect: {error}") from None
+            try:
+                if self.is_peer(sock):
+                    self.wire = make_wire(
+                        sock, seconds_left if self.process else min(seconds_left, 5)
+                    )
+            except OSError as error:
+                if self.process:
+                    raise self.error(f"failed to connect: {error}") from None
+            finally:
+                if self.wire is None:
+                    sock.close()
+            rejected += 1
+        self.listener.close()
+
+    def is_peer(self, sock):
+        """Return whether the game, and not some other process, is at the other end of `sock`.
+
+        An editor was not launched from here, so any process of the same user is accepted. (Root is accepted too: it
+        needs no port to interfere.) Without /proc, as on other systems than Linux, every connection is accepted.
+        """
+        if not os.path.exists("/proc/net/tcp"):
+            return True
+        user, inode = find_peer(sock) or (None, None)
+        if self.process is None:
+            return user in (os.geteuid(), 0)
+        if inode is None:
+            return False
+        for pid in process_tree(self.process.pid):
+            try:
+                owner = os.stat(f"/proc/{pid}").st_uid
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(FileNotFoundError):
+                        if os.readlink(link) == f"socket:[{inode}]":
+                            return True
+            except PermissionError:  # a setuid program, for example: compare the users instead
+                if user in (os.geteuid(), owner):
+                    return True
+            except OSError:  # the process has just ended
+                continue
+        return False
+
+    def no_answer(self):
+        """Return the error for a game that does not answer in time."""
+        return self.error(f"has not answered for {self.timeout:g} s: {self.hint}")
+
+    def disconnected(self, error):
+        """Return the error for a connection that broke with the OSError `error`."""
+        return self.error(f"was disconnected: {error}")
+
+    def not_reading(self):
+        """Return the error for a game that does not take a message in time."""
+        return self.error(f"has not read its input for {self.timeout:g} s")
+
+    def error(self, what):
+        """Return the error for a lost game. If its process has ended, the message is its last line of output."""
+        code = self.exit_code(0.1) if self.process else None
+        if code is not None:
+            lines = self.last_output()
+            what = f"ended with exit code {code}: {lines[-1] if lines else 'no output'}"
+        return self.Gone(f"{self.name} {what}")
+
+    def last_output(self):
+        """Return the last lines that the process has written."""
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
+        return [
+            line for line in self.log.read().decode(errors="replace").split("\n") if line.strip()
+        ]
+
+    def exit_code(self, seconds):
+        """Wait up to `seconds` for the process to end. Return its exit code, or None if it still runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+            self.end()  # now, because the system may soon give its process id to another process
+        return self.process.returncode
+
+    def end(self):
+        """Kill the process and all processes that it has started. A build is often started by a script.
+
+        On Windows, only the process itself is killed.
+        """
+        if self.ended:
+            return
+        for pid in process_tree(self.process.pid):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # missing permission, or blocked in the kernel
+            self.process.wait(GRACE)
+        self.ended = True
+
+    def close(self, goodbye):
+        """Send `goodbye`, the engine's message that tells the game to exit, and end the process if it does not."""
+        self.listener.close()
+        try:
+            if self.wire:
+                with suppress(OSError):
+                    self.wire.send(goodbye, 1)
+                self.wire.close()
+            if self.process and self.wire:
+                self.exit_code(GRACE)
+        finally:  # also after an interrupt
+            if self.process:
+                self.end()
+                self.log.close()
+
+
+def close_all(players):
+    """Close all players, even if closing one of them fails, and empty the list."""
+    with ExitStack() as stack:
+        stack.callback(players.clear)
+        for player in players:
+            stack.callback(player.close)

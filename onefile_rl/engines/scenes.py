@@ -1,0 +1,26 @@
+"""Ids of the bundled scenes, and the engine that an id belongs to."""
+
+# Bundled scenes that speak ML-Agents' protocol. They run on MuJoCo and do not need Unity.
+SCENES = (
+    "3DBall",
+    "Basic",
+    "Crawler",
+    "GridWorld",
+    "Hallway",
+    "Mixed",
+    "MixedDiscrete",
+    "PushBlock",
+)
+# Bundled scenes that need Godot 4.
+GODOT_SCENES = ("GodotDiscs", "GodotRover")
+
+
+def engine(args):
+    """Return "Unity" or "Godot" if the scripts' arguments ask for one of these engines, else None."""
+    if args.godot_path or (args.env_id in GODOT_SCENES and not args.unity_path):
+        return "Godot"
+    return "Unity" if args.unity_path or args.env_id in SCENES else None
+
+
+class EngineError(RuntimeError):
+    """A game or a worker process that runs envs failed. Base class of the errors of players and workers."""

@@ -1,0 +1,161 @@
+"""Evaluation and videos of a policy, during training and from a checkpoint. Both use the script's own `agent.act`."""
+
+import math
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from envs.make import VIDEO_STEPS
+from onefile_rl import fast
+from onefile_rl.checkpoints import fingerprint, plain, restore_state, set_attributes
+from onefile_rl.engines.scenes import engine
+
+
+def play_vectors(agent, spec, num_envs):
+    """Return the function `play` that evaluate() needs, for an agent with vector observations.
+
+    agent.act gets the observations, the action masks if actions are discrete, and the memory if the agent has one.
+    """
+    act = fast.Acting(agent, deterministic=True)
+    has_masks = bool(spec.get("branches"))
+    memory = np.zeros(
+        (num_envs, 2 * spec.get("memory", 0)), np.float32
+    )  # of the policy and of the value network
+
+    def play(obs, infos, slots, new_episode):
+        memory[new_episode] = 0
+        inputs = [obs[slots]]
+        if has_masks:
+            inputs.append(infos["action_mask"][slots])
+        if memory.size:
+            inputs.append(memory[slots])
+        _, env_actions, *new_memory = act(*inputs)
+        if new_memory:
+            memory[slots] = new_memory[0]
+        return env_actions
+
+    return play
+
+
+def evaluate(play, envs, episodes, seed, steps=math.inf):
+    """Return the returns, lengths and successes of `episodes` episodes, as the rows of an array.
+
+    Every agent plays the same number of episodes, so that agents with short episodes do not dominate the mean. A
+    success is nan if the env does not report one. The evaluation ends after `steps` steps at the latest.
+
+    play(obs, infos, slots, new_episode) returns the env actions of the slots `slots`. obs, infos and the boolean array
+    new_episode have an entry for every slot.
+    """
+    num_envs = envs.num_envs
+    action_space = envs.single_action_space
+    episodes_left = np.full(num_envs, episodes // num_envs)
+    episodes_left[: episodes % num_envs] += 1
+
+    results = []
+    episode_return = np.zeros(num_envs)
+    episode_length = np.zeros(num_envs, int)
+    new_episode = np.ones(num_envs, bool)
+    actions = np.zeros((num_envs, *action_space.shape), action_space.dtype)
+    obs, infos = envs.reset(seed=seed)
+
+    while episodes_left.any() and steps > 0:
+        steps -= 1
+        slots = np.flatnonzero(infos["ready"])
+        if len(slots):
+            actions[slots] = play(obs, infos, slots, new_episode).reshape(-1, *action_space.shape)
+            new_episode[slots] = False
+        obs, reward, terminated, truncated, infos = envs.step(actions)
+
+        done = terminated | truncated
+        new_episode |= done
+        episode_return += reward
+        episode_length += infos["closed"]
+        for slot in np.flatnonzero(done):
+            if episodes_left[slot]:
+                success = infos.get("is_success", {}).get(slot, math.nan)
+                results.append((episode_return[slot], episode_length[slot], success))
+                episodes_left[slot] -= 1
+            episode_return[slot] = 0
+            episode_length[slot] = 0
+    return np.array(results).T
+
+
+def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
+    """Return the mean return of each variant of a policy, by name, evaluated in separate envs.
+
+    variants: by name, the second argument of play(num_envs, variant), which returns a function for evaluate(). A
+    variant is left out if an episode does not end within `steps` steps.
+    """
+    seed = args.seed + 1000
+    means = {}
+    envs, _ = make_envs(replace(args, num_envs=episodes), seed)
+    with closing(envs):
+        for name, variant in variants.items():
+            results = evaluate(play(envs.num_envs, variant), envs, episodes, seed, steps)
+            if len(results) and len(results[0]) == episodes:
+                means[name] = results[0].mean()
+    return means
+
+
+def record_video(args, make_envs, play, agent, spec, path):
+    """Record a video of the deterministic policy in a separate env.
+
+    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene.
+    """
+    path.parent.mkdir(exist_ok=True)
+    try:
+        envs, _ = make_envs(args, args.seed, video=path)
+    except ValueError as error:
+        raise ValueError(f"--capture-video: {error}") from None
+
+    episodes = 1
+    steps = math.inf
+    if engine(args):
+        episodes = 10**9  # the number of steps is the limit
+        steps = getattr(envs, "video_steps", VIDEO_STEPS)
+    with closing(envs):
+        evaluate(play(agent, spec, envs.num_envs), envs, episodes, args.seed, steps)
+
+
+def load_agent(args, path, state, script, Agent):
+    """Return the agent of a checkpoint, with its normalization statistics, in evaluation mode."""
+    agent = Agent(state["spec"], args)
+    restore_state(agent, state["kept"]["agent"], path)
+    set_attributes(agent, state["agent_attributes"])
+    agent.eval()
+    if state["fingerprint"] != fingerprint(script):
+        name = Path(script).name
+        print(f"{name} has changed since {path} was written by {path.parent / name}", flush=True)
+    return agent
+
+
+def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, play):
+    """Print the return of a checkpoint's deterministic policy, and record a video with --capture-video.
+
+    path, state: the checkpoint. describe(args, envs): the spec of the envs, which must be that of the checkpoint.
+    """
+    spec = state["spec"]
+    agent = load_agent(args, path, state, script, Agent).to(args.device)
+
+    # A player that crashes ends the evaluation: a restart would lose its episodes.
+    envs, _ = make_envs(replace(args, max_restarts=0), args.seed)
+    with closing(envs):
+        for key, value in describe(args, envs).items():
+            if plain(value) != spec[key]:
+                raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
+        play_agent = play(agent, spec, envs.num_envs)
+        returns, lengths, successes = evaluate(play_agent, envs, args.eval_episodes, args.seed)
+
+    line = f"{path} after {state['global_step']:,} decisions, {len(returns)} episodes"
+    line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"
+    line += f", from {returns.min():.2f} to {returns.max():.2f}"
+    if not np.isnan(successes).any():
+        line += f"; success {successes.mean():.1%}"
+    print(line)
+
+    if args.capture_video:
+        video = path.parent / "videos" / "evaluation.mp4"
+        record_video(args, make_envs, play, agent, spec, video)
+        print(f"Wrote {video}")

@@ -1,0 +1,266 @@
+"""A compiled update that follows the loop: values that may change are inputs of the graph, all others are checked."""
+
+import inspect
+import logging
+import os
+import re
+import time
+import types
+
+import torch
+import torch.nn as nn
+
+from onefile_rl.fast.adam import Adam, read_param_groups
+
+VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "SEQUENCE_LENGTH")
+HINT = "Make it a float of Args, or give --no-compile"
+
+
+class LiveArgs:
+    """The arguments as the compiled function sees them: floats are tensors, everything else is a checked constant."""
+
+    def __init__(self, args, names, numbers):
+        vars(self)["fixed"] = args
+        for name, number in zip(names, numbers, strict=True):
+            vars(self)[name] = number
+
+    def __getattr__(self, name):
+        return getattr(self.fixed, name)
+
+    def __setattr__(self, name, value):
+        raise ValueError(
+            f"args.{name} is assigned inside the compiled update: assign it in the training loop"
+        )
+
+
+def keep_guards(entries):
+    """Choose which of torch's checks run before each call.
+
+    Most of them are about the structure of modules and the tensors inside of modules and of
+    fast.Adam. Together they take longer than all others. They are left out, because `CompiledUpdate`
+    itself checks what matters about these tensors. Values and gradients are always checked.
+    """
+    structure = ("_parameters", "_buffers", "_modules", "_hooks")
+    optimizer = (".groups[", ".state[", ".state)")
+    kept = []
+    for entry in entries:
+        keep = True
+        if any(part in entry.name for part in structure):
+            keep = entry.guard_type in VALUES and "_hooks" not in entry.name
+        elif any(part in entry.name for part in optimizer):
+            keep = entry.guard_type not in ("TENSOR_MATCH", "TYPE_MATCH", "DUPLICATE_INPUT")
+        kept.append(keep or entry.name.endswith(".grad"))
+    return kept
+
+
+def signature(tensor):
+    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+
+
+def find_optimizers(function, inputs):
+    """Return the optimizers that the function gets, or reads from its closure or from its module."""
+    variables = inspect.getclosurevars(function)
+    values = [*inputs, *variables.nonlocals.values(), *variables.globals.values()]
+    return [x for x in values if isinstance(x, torch.optim.Optimizer)]
+
+
+def user_line(text):
+    """Return "file.py:12: code" for the last line of a traceback inside `text` that is not part of torch."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', text)
+    own = [
+        line
+        for line in lines
+        if f"{os.sep}torch{os.sep}" not in line[0] and "onefile_rl" not in line[0]
+    ]
+    if not own:
+        return ""
+    path, number, code = own[-1]
+    return f" ({os.path.basename(path)}:{number}: {code.strip()})"
+
+
+def copy_of(function):
+    """Return a copy with its own code object, by which torch keeps what it has compiled."""
+    code = function.__code__.replace()
+    copy = types.FunctionType(code, function.__globals__, closure=function.__closure__)
+    copy.__defaults__ = function.__defaults__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class CompiledUpdate:
+    """`function(*inputs)`, compiled by torch.compile at its first call.
+
+    Floats may change from call to call: those of `args`, which must be one of the inputs, and floats among the inputs
+    themselves are inputs of the compiled graph. If anything else that the function read while it was compiled changes,
+    the call fails with an error that names it; without `insist` the plain function runs from then on instead.
+
+    `fast.Adam` is compiled together with the loss. The steps of other optimizers run between compiled parts.
+    """
+
+    def __init__(self, function, args, insist=False):
+        self.function = function
+        self.args = args
+        self.insist = insist
+        self.seconds = None  # how long the first call took
+        self.compiled = None
+        self.numbers = None  # the floats of the last call, and the tensor with them
+        self.numbers_tensor = None
+        self.float_names = [name for name, value in vars(args).items() if isinstance(value, float)]
+
+    def __call__(self, *inputs):
+        if self.seconds is None:
+            return self.first_call(inputs)
+        if self.compiled is None:
+            return self.function(*inputs)
+        read_param_groups()
+        graph_inputs = self.to_graph_inputs(inputs)
+        changed = self.changed_tensor()
+        if not changed:
+            try:
+                return self.compiled(*graph_inputs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                changed = self.what_changed(graph_inputs)
+        if self.insist:
+            raise ValueError(f"compiled into the update and different now: {changed}. {HINT}")
+        print(f"\nThe update is not compiled any more: {changed} has changed. {HINT}", flush=True)
+        self.compiled = None
+        return self.function(*inputs)
+
+    def first_call(self, inputs):
+        print(
+            "\nCompiling the update: a few seconds, half a minute the very first time", flush=True
+        )
+        start = time.perf_counter()
+        modules = [x for x in inputs if isinstance(x, nn.Module)]
+        self.tensors = []  # of each parameter and buffer: where it is, its name there, itself, its signature
+        for module in modules:
+            for path, part in module.named_modules():
+                for where in (part._parameters, part._buffers):
+                    for name, tensor in where.items():
+                        if tensor is not None:
+                            label = f"{path}.{name}".lstrip(".")
+                            self.tensors.append([where, name, label, tensor, signature(tensor)])
+        self.compile(inputs)
+        read_param_groups()
+        logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # its warnings repeat the errors
+        logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+        try:
+            return self.compiled(*self.to_graph_inputs(inputs))
+        except Exception as error:
+            reason = next(
+                (line.strip() for line in str(error).splitlines() if line.strip()),
+                type(error).__name__,
+            )
+            reason += user_line(str(error))
+            if self.insist:
+                raise ValueError(f"--compile: torch can't compile this update: {reason}") from None
+            print(f"\nThe update is not compiled: {reason}", flush=True)
+            self.compiled = None
+            return self.function(*inputs)
+        finally:
+            self.seconds = time.perf_counter() - start
+
+    def compile(self, inputs):
+        function, args, names = self.function, self.args, self.float_names
+        foreign = [x for x in find_optimizers(function, inputs) if not isinstance(x, Adam)]
+        for optimizer in foreign:
+            optimizer.step = torch.compiler.disable(optimizer.step)
+            optimizer.zero_grad = torch.compiler.disable(optimizer.zero_grad)
+        if foreign:
+            classes = " and ".join(sorted({type(optimizer).__name__ for optimizer in foreign}))
+            print(
+                f"The update is compiled but for the steps of {classes}: fast.Adam is compiled too",
+                flush=True,
+            )
+
+        kinds = [self.kind(x) for x in inputs]
+
+        def with_tensors(numbers, *others):
+            floats = numbers.unbind()
+            live_args = LiveArgs(args, names, floats[: len(names)])
+            num_floats = len(names)
+            num_others = 0
+            inputs = []
+            for kind in kinds:
+                if kind == "args":
+                    inputs.append(live_args)
+                elif kind == "float":
+                    inputs.append(floats[num_floats])
+                    num_floats += 1
+                else:
+                    inputs.append(others[num_others])
+                    num_others += 1
+            return function(*inputs)
+
+        torch._dynamo.config.trace_autograd_ops = True
+        settings = dict(
+            dynamic=False,
+            recompile_limit=1,
+            options={"guard_filter_fn": keep_guards, "cpp_wrapper": args.device == "cpu"},
+        )
+        if foreign:  # in parts, with the function itself as the outermost one
+            function = torch.compile(copy_of(function), **settings)
+            self.compiled = with_tensors
+        else:
+            self.compiled = torch.compile(copy_of(with_tensors), fullgraph=True, **settings)
+
+    def kind(self, x):
+        if isinstance(x, type(self.args)):
+            return "args"
+        return "float" if isinstance(x, float) else "other"
+
+    def to_graph_inputs(self, inputs):
+        """Return one tensor with all floats, and the inputs that are neither floats nor args."""
+        args = self.args
+        numbers = []
+        others = []
+        for x in inputs:
+            kind = self.kind(x)
+            if kind == "args":
+                args = x
+            elif kind == "float":
+                numbers.append(x)
+            else:
+                others.append(x)
+        if args is not self.args:  # a copy by dataclasses.replace: only its floats may differ
+            for name, value in vars(self.args).items():
+                if name not in self.float_names and getattr(args, name) != value:
+                    raise ValueError(f"compiled into the update and different now: {name}. {HINT}")
+        values = vars(args)
+        numbers = [*[values[name] for name in self.float_names], *numbers]
+        if numbers != self.numbers:
+            self.numbers = numbers
+            self.numbers_tensor = torch.tensor(numbers, device=self.args.device)
+        return self.numbers_tensor, *others
+
+    def changed_tensor(self):
+        """Return the name of a parameter or buffer that differs in more than its values from when it was compiled."""
+        for row in self.tensors:
+            where, name, label, tensor, compiled = row
+            now = where.get(name)
+            if now is tensor and now.requires_grad == compiled[0]:
+                continue
+            if now is None or signature(now) != compiled:
+                only_grad = now is not None and signature(now)[1:] == compiled[1:]
+                return (
+                    f"requires_grad of {label}" if only_grad else f"the kind of tensor of {label}"
+                )
+            row[3] = now
+        return None
+
+    def what_changed(self, graph_inputs):
+        """Return the check that failed, and the line of the script that read the value."""
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                self.compiled(*graph_inputs)
+        except RuntimeError as error:
+            failed = re.search(r"- \d+/\d+: (.*)", str(error))
+            if not failed:
+                return str(error)
+            condition, *comments = re.split(r"\s+#\s", failed[1])
+            condition = re.sub(r"\b[GL]\['(\w+)'\]", r"\1", condition)
+            condition = re.sub(r"\S*\]\.(?=\w)", "", condition).strip()
+            condition = re.sub(r"__import_\w+\.", "", condition)
+            where = re.findall(r"([^/\s]+\.py:\d+)", comments[-1]) if comments else []
+            return f"{condition} ({where[0]})" if where else condition
+        return "an input"

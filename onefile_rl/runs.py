@@ -1,0 +1,888 @@
+"""A training run: command line, folder, log, progress, checkpoints and resume. It knows no algorithm.
+
+    main(...)                                   train, --resume, --evaluate or --export, as the command line says
+
+    with Run(args, ...) as run:                 opens the envs; saves a checkpoint at the end, also after an error
+        next_obs, infos = run.start(...)        makes the run's folder, or restores the checkpoint
+        for iteration in run.iterations():      saves checkpoints and videos between two iterations
+            run.spent("act")                    counts the time since the last call as time for acting
+            run.record(reward, ...)             counts decisions and episodes, after each step of the envs
+            run.log({"losses/x": x})            writes the scalars and ends the iteration
+
+The folder runs/NAME has TensorBoard's events, config.json, a copy of the script, checkpoint.pt, best.pt and videos/.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from onefile_rl import distributed, fast, signals
+from onefile_rl.arguments import (
+    FREE,
+    Args,
+    Bounds,
+    batch_sizes,
+    bounds,
+    check,
+    check_memory,
+    command_line,
+    describe,
+    from_plain,
+    option,
+    to_plain,
+)
+from onefile_rl.checkpoints import (
+    FORMAT,
+    Lock,
+    check_kept,
+    copy_state,
+    fingerprint,
+    has_state_dict,
+    load,
+    plain_attributes,
+    random_state,
+    restore_state,
+    save,
+    set_attributes,
+    set_random_state,
+)
+from onefile_rl.engines.scenes import EngineError
+from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
+from onefile_rl.export import export_checkpoint
+from onefile_rl.signals import SIGNALS  # noqa: F401
+from onefile_rl.trust import seal
+
+# What the scripts use
+__all__ = [
+    "Args",
+    "Bounds",
+    "Run",
+    "batch_sizes",
+    "bounds",
+    "check",
+    "check_memory",
+    "describe",
+    "main",
+]
+
+WORTH = 5_000  # a compiled update pays off from this many updates on
+ended = []  # not empty: the run has ended, and a signal changes nothing any more
+
+
+def changes(before, now):
+    return {name: x for name, x in now.items() if name not in before or before[name] != x}
+
+
+def inside(variables):
+    """Yield the names and values of a dict, and those inside of dicts, lists and tuples in it."""
+    for name, value in variables.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", x) for key, x in list(value.items()))
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", x) for i, x in enumerate(value))
+
+
+def raise_interrupt(number, _):
+    if not ended:
+        raise KeyboardInterrupt
+
+
+class Run:
+    """One training run. `make_envs(args, seed)` returns the envs and a description of how they are stepped. `resumed`
+    is the path and the content of a checkpoint to continue from."""
+
+    def __init__(self, args, script, make_envs, resumed=None):
+        self.args = args
+        self.script = Path(script)
+        self.make_envs = make_envs
+        self.resumed = resumed
+        self.fingerprint = fingerprint(script)
+        self.leads = distributed.RANK == 0  # this rank writes files
+        self.pace = distributed.Pace(args.rollout_share)
+
+        # Progress, part of the checkpoint
+        self.iteration = 0
+        self.global_step = 0
+        self.best = -math.inf  # the best mean return at a checkpoint
+        self.recent = []  # returns of the last iteration in which episodes ended
+        if resumed:
+            for name in ("iteration", "global_step", "best", "recent"):
+                setattr(self, name, resumed[1][name])
+        self.first_step = self.global_step
+        self.logged_step = self.global_step
+        self.video_step = self.global_step
+        self.saved_step = self.global_step
+        self.own_decisions = 0  # decisions of this rank since the last log()
+
+        self.snapshot = None  # the state at the end of the last iteration
+        self.saved = None  # the last state that was written to the disk
+        self.writer = None
+        self.lock = None
+        self.frame = None
+        self.not_kept = set()  # names of variables that were found too late
+        self.stop = []  # signals that asked for an end
+        self.ranks_stop = False  # a rank was asked to stop, and all ranks know it
+        self.compiling = []  # compiled updates whose time has not been reported yet
+        self.update_description = ""
+        self.since_checkpoint = []  # returns
+        self.last_successes = []
+
+        self.seconds = {"env": 0.0, "act": 0.0, "learn": 0.0}
+        self.due_at = 0.0  # when the progress line is printed next
+        self.live = sys.stdout.isatty()
+
+    def __enter__(self):
+        args = self.args
+        self.handlers = signals.handlers()
+        signals.handle(self.stop_at_once)  # an interrupt during the launch still closes all players
+        self.first_env = distributed.RANK * max(args.num_envs, args.num_players)
+        self.device = args.device
+        args.device = distributed.local_device(args.device)
+        if args.base_port is not None:
+            args.base_port += self.first_env
+        try:
+            distributed.join(args.device)
+            # Players and EnvPool can't continue an episode: they start new ones, with another seed
+            self.envs, self.how = self.make_envs(
+                args, args.seed + self.global_step + self.first_env
+            )
+        except BaseException:
+            signals.restore(self.handlers)
+            raise
+        signals.handle(self.stop_after_iteration)
+
+        # The running episodes, and what has been counted since the last log()
+        num_envs = self.envs.num_envs
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, int)
+        self.episodes = []
+        self.successes = []
+        self.stats = defaultdict(list)
+
+        # Seeds. All ranks create the same weights; start() gives them different random numbers afterwards
+        random.seed(args.seed + distributed.RANK)
+        np.random.seed(args.seed + distributed.RANK)
+        torch.manual_seed(args.seed)
+        self.envs.single_action_space.seed(args.seed + distributed.RANK)
+        return self
+
+    def stop_after_iteration(self, number, _):
+        self.stop.append(number)
+        signals.handle(self.stop_at_once)
+        with contextlib.suppress(OSError):  # not print(), which may have been interrupted
+            os.write(
+                1,
+                b"\nFinishing the iteration and saving a checkpoint; press Ctrl-C again to stop at once\n",
+            )
+
+    def stop_at_once(self, number, _):
+        signals.restore(self.handlers)
+        raise KeyboardInterrupt
+
+    def __exit__(self, kind, error, _):
+        signals.handle(lambda *_: None)  # what follows takes moments and must not be interrupted
+        ended.append(True)
+        self.frame = None
+        with contextlib.ExitStack() as stack:  # if one of these fails, the others still run
+            stack.callback(signals.restore, self.handlers)
+            stack.callback(distributed.leave)
+            stack.callback(self.envs.close)
+            if self.lock:
+                stack.callback(self.lock.close)
+            if self.snapshot and self.leads:
+                stack.callback(self.close_writer)
+                if self.snapshot is not self.saved:
+                    self.save_checkpoint()
+        if kind in (None, KeyboardInterrupt) and self.snapshot:
+            distributed.note_run(None)
+            script = f"python {self.script.name}"
+            if self.global_step < self.total or kind:
+                step = self.snapshot["global_step"]
+                print(
+                    f"Stopped after {step} decisions. Resume with: {script} --resume {self.folder}"
+                )
+            else:
+                print(
+                    f"Saved {self.folder}/checkpoint.pt. Evaluate with: {script} --evaluate {self.folder}"
+                )
+
+    # Start
+
+    def compile(self, function, num_updates):
+        """Return the update function, compiled with --compile, or if `num_updates` are enough to make up for the time
+        that compiling takes. A resumed run compiles if the run did before."""
+        args = self.args
+        insist = bool(args.compile) and not self.resumed
+        if args.compile is None:
+            args.compile = args.fast and num_updates >= WORTH and fast.compiler()
+        if not args.fast or not args.compile or not fast.compiler():
+            return function
+        self.update_description = "compiled update; "
+        update = fast.CompiledUpdate(function, args, insist)
+        self.compiling.append(update)
+        return update
+
+    def start(
+        self,
+        agent,
+        spec,
+        total,
+        keep=None,
+        episodes=None,
+        large=None,
+        play=play_vectors,
+        description="",
+    ):
+        """Make the run's folder or restore the checkpoint, and return the first observations and infos.
+
+        agent: the module that is trained, evaluated and exported
+        spec: the env in plain numbers, from which the agent can be made again
+        total: the number of decisions at which the run ends
+        keep: what the checkpoint has beside the agent, by name: modules, optimizers, schedulers, dicts, arrays, or
+            objects with state() and restore(). Objects with a state_dict() among the variables of the caller and of the
+            script are kept too, if they are not in `keep`
+        episodes: the same for the running episodes, with a row for each slot: restored only if the envs can continue
+            their episodes. Arrays become 0 where an episode can't be continued; cut(slots) of an object is called
+        large: the same for large objects with state() and restore(): saved in separate files
+        play: see evaluate.evaluate()
+        description: printed in the first line
+        """
+        self.agent = agent
+        self.spec = spec
+        self.total = total
+        self.play = play
+        self.keep = {"agent": agent, **(keep or {})}
+        self.keep_episodes = episodes or {}
+        self.large = large or {}
+        self.frame = sys._getframe(1)
+        self.given_args = to_plain(self.args)
+        self.given_args["device"] = self.device
+        self.seal = seal(self.given_args)
+        self.parameters = dict(agent.named_parameters())
+        for name, thing in (self.keep | self.keep_episodes).items():
+            check_kept(name, thing)
+        for name, thing in self.find_stateful().items():
+            print(f"Also kept in checkpoints: {name}", flush=True)
+            self.keep[name] = thing
+        self.keep |= self.loose_parameters()
+        self.check_optimizers()
+        self.agent_attributes = plain_attributes(agent)
+        self.script_numbers = self.plain_globals()
+
+        first = None
+        try:
+            if self.resumed:
+                first = self.restore()
+            elif self.leads:
+                self.make_folder()
+            if self.leads:
+                self.open_writer()
+        except OSError as error:
+            raise ValueError(f"{self.folder} can't be written: {error}") from None
+        self.synchronize_ranks()
+        self.came_back = not self.resumed or first is not None  # the envs continue their episodes
+
+        how = (
+            f"{distributed.SIZE} ranks, each with {self.how}" if distributed.SIZE > 1 else self.how
+        )
+        print(
+            f"{self.folder}: {how}; {description}; {self.update_description}tensorboard --logdir runs",
+            flush=True,
+        )
+        obs, infos = first or self.envs.reset(
+            seed=self.args.seed + self.global_step + self.first_env
+        )
+        self.snapshot = self.state()
+        if self.args.capture_video and not self.resumed and self.leads:
+            self.record_video()
+        self.last = time.perf_counter()
+        return obs, infos
+
+    def find_stateful(self):
+        """Return modules, optimizers and the like among the script's variables that are not kept
+        yet, by name."""
+        everything = [self.keep, self.keep_episodes, self.large]
+        known = {id(x) for kept in everything for _, x in inside(kept)}
+        modules = [x for x in self.keep.values() if isinstance(x, nn.Module)]
+        known |= {id(part) for module in modules for part in module.modules()}
+        found = {}
+        for name, x in inside(self.frame.f_globals | self.frame.f_locals):
+            if has_state_dict(x) and id(x) not in known:
+                found[name] = x
+                known.add(id(x))
+        return found
+
+    def loose_parameters(self):
+        """Return the parameters that an optimizer updates and no kept module has, by optimizer."""
+        modules = [x for x in self.keep.values() if isinstance(x, nn.Module)]
+        known = {id(p) for module in modules for p in module.parameters()}
+        found = {}
+        for name, thing in self.keep.items():
+            if isinstance(thing, torch.optim.Optimizer):
+                params = [p for group in thing.param_groups for p in group["params"]]
+                loose = [p for p in params if id(p) not in known]
+                if loose:
+                    found[f"parameters of {name}"] = {str(i): p for i, p in enumerate(loose)}
+        return found
+
+    def plain_globals(self):
+        """Return the numbers among the globals of the script."""
+        numbers = (int, float, bool)
+        return {name: x for name, x in self.frame.f_globals.items() if type(x) in numbers}
+
+    def kept_tensors(self):
+        """Return the parameters that are kept, and the buffers."""
+        modules = [x for x in self.keep.values() if isinstance(x, nn.Module)]
+        parameters = [p for module in modules for p in module.parameters()]
+        for name, thing in self.keep.items():
+            if name.startswith("parameters of "):
+                parameters += thing.values()
+        return parameters, [x for module in modules for x in module.buffers()]
+
+    def check_optimizers(self):
+        """Refuse a parameter that no optimizer updates."""
+        optimizers = [x for x in self.keep.values() if isinstance(x, torch.optim.Optimizer)]
+        if not optimizers:
+            return
+        updated = {id(p) for x in optimizers for group in x.param_groups for p in group["params"]}
+        for name, p in self.parameters.items():
+            if p.requires_grad and id(p) not in updated:
+                fix = "give it to one, or set requires_grad_(False)"
+                raise ValueError(
+                    f"parameter {name} is not in any optimizer and would never be updated: {fix}"
+                )
+
+    def synchronize_ranks(self):
+        """Give all ranks the weights of rank 0, and different random numbers."""
+        if distributed.SIZE == 1:
+            return
+        self.folder = Path(distributed.gather(str(self.folder) if self.leads else "")[0])
+        distributed.note_run(self.folder)
+        parameters, buffers = self.kept_tensors()
+        distributed.broadcast(*(x.data for x in parameters), *buffers)
+        if not self.leads:
+            torch.manual_seed(self.args.seed + self.global_step + distributed.RANK)
+
+    def make_folder(self):
+        name = re.sub(r"[^\w.+-]+", "-", self.args.env_id.split(":")[-1])
+        self.folder = Path(
+            "runs", f"{name}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        )
+        if self.folder.exists():
+            raise ValueError(
+                f"{self.folder} exists already: wait a second, or give another --exp-name"
+            )
+        self.folder.mkdir(parents=True)
+        self.lock = Lock(self.folder)
+        shutil.copy(self.script, self.folder)
+
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
+        versions = {package: importlib.metadata.version(package) for package in packages}
+        config = {"args": to_plain(self.args), "python": sys.version, "versions": versions}
+        if shutil.which("git"):
+            command = ["git", "rev-parse", "HEAD"]
+            where = self.script.resolve().parent
+            commit = subprocess.run(
+                command, cwd=where, capture_output=True, text=True
+            ).stdout.strip()
+            config["commit"] = commit or None
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def open_writer(self, reopen=False):
+        args = self.args
+        if args.track and not reopen:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                id=self.folder.name,
+                resume="allow",
+                config=vars(args),
+                sync_tensorboard=True,
+                save_code=True,
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Points that were logged after the checkpoint will be logged again
+        purge_step = self.global_step + 1 if self.resumed or reopen else None
+        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+        if purge_step is None:
+            rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+
+    def close_writer(self):
+        writer = self.writer
+        self.writer = None
+        with contextlib.suppress(Exception):
+            writer.close()
+
+    # The training loop
+
+    def iterations(self):
+        """Yield the number of each iteration until the run has its decisions or was asked to stop. An iteration ends
+        with log()."""
+        logged = self.iteration
+        while not self.finished():
+            yield self.iteration
+            if self.iteration > logged:
+                logged = self.iteration
+                self.end_iteration()
+        if self.global_step != self.snapshot["global_step"]:  # asked to stop at the last moment
+            self.snapshot = self.state()
+
+    def finished(self):
+        """Return whether the run has ended. Ranks agree in log() on a stop that was requested."""
+        stopped = bool(self.stop) if distributed.SIZE == 1 else self.ranks_stop
+        return self.global_step >= self.total or stopped
+
+    def has_enough(self, num_rows, wanted):
+        """Return whether a rollout with `num_rows` rows of `wanted` is complete."""
+        return self.pace.has_enough(num_rows, wanted, self.iteration)
+
+    def due(self, decisions):
+        """Return whether another multiple of `decisions` has been reached since the last log(), or the run ends."""
+        return self.crossed(decisions, self.logged_step)
+
+    def passed(self, decisions):
+        """Return the same as due(), but regardless of a requested stop: a resumed run continues as if there had been
+        none."""
+        return (
+            self.global_step // decisions > self.logged_step // decisions
+            or self.global_step >= self.total
+        )
+
+    def crossed(self, decisions, before):
+        return self.global_step // decisions > before // decisions or self.finished()
+
+    def spent(self, what):
+        """Count the time since the last call for "env", "act" or "learn"."""
+        now = time.perf_counter()
+        self.seconds[what] += now - self.last
+        self.last = now
+        for update in self.compiling:
+            if update.seconds is not None:
+                print(f"\nCompiled the update in {update.seconds:.1f} s", flush=True)
+                self.seconds[what] -= update.seconds
+                self.compiling = [other for other in self.compiling if other is not update]
+
+    def record(self, reward, terminated, truncated, infos, in_step=False):
+        """Count time, decisions, episodes and statistics after a step of the envs, and print the progress line.
+
+        in_step: all ranks step at the same time. Returns the number of decisions of all ranks that got their reward;
+        an estimate if the ranks are not in step.
+        """
+        self.spent("env")
+        closed = infos["closed"]
+        count = int(np.count_nonzero(closed))
+        decisions = int(distributed.total(count)) if in_step else count * distributed.SIZE
+        self.own_decisions += count
+        self.global_step += decisions
+        self.returns += reward
+        self.lengths += closed
+        if "final_obs" in infos:
+            for slot in np.flatnonzero(terminated | truncated).tolist():
+                self.episodes.append((float(self.returns[slot]), int(self.lengths[slot])))
+                self.returns[slot] = 0.0
+                self.lengths[slot] = 0
+            self.successes += infos.get("is_success", {}).values()
+        if "restarted" in infos:
+            self.returns[infos["restarted"]] = 0.0
+            self.lengths[infos["restarted"]] = 0
+        if "stats" in infos:
+            for key, value in infos["stats"].items():
+                self.stats[key] += value if isinstance(value, list) else [value]
+        if self.last >= self.due_at:
+            self.show()
+        return decisions
+
+    def record_episodes(self, num_decisions, episodes):
+        """Count decisions and episodes of envs that other processes step. An episode is a pair of return and length."""
+        self.spent("env")
+        self.own_decisions += num_decisions
+        self.global_step += num_decisions
+        self.episodes += episodes
+        if self.last >= self.due_at:
+            self.show()
+
+    def show(self, end=False):
+        """Print the progress: decisions, return, speed, shares of the time, time left. On a terminal this is one line
+        that is updated, otherwise a new line every few seconds."""
+        self.due_at = time.perf_counter() + (0.2 if self.live else 5)
+        mean = f"{np.mean(self.recent):9.2f}" if self.recent else "        -"
+        total = sum(self.seconds.values()) or 1e-9
+        shares = " ".join(f"{name} {x / total:3.0%}" for name, x in self.seconds.items())
+        seconds = max(0, self.total - self.global_step) / max(self.speed(), 1e-9)
+        left = "--:--:--"
+        if total >= 1 and seconds < 1e8:  # the speed of the first second is not typical
+            left = (
+                f"{int(seconds // 3600):02d}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"
+            )
+        line = f"{self.global_step:>10,} steps {min(1, self.global_step / self.total):4.0%}  return {mean}"
+        line += f"  {self.speed():6.0f} SPS  {shares}  {left} left"
+        if self.last_successes:
+            line += f"  success {np.mean(self.last_successes):.0%}"
+        if getattr(self.envs, "restarts", 0):
+            line += f"  {self.envs.restarts} restart(s)"
+        print(
+            f"\r{line}\033[K" if self.live else line,
+            end="" if self.live and not end else "\n",
+            flush=True,
+        )
+
+    def speed(self):
+        """Return the decisions per second of this process, without the time for videos, checkpoints and compiling."""
+        return (self.global_step - self.first_step) / (sum(self.seconds.values()) or 1e-9)
+
+    def check_agent(self):
+        """Raise an error if the weights are not finite, or if a parameter was replaced. The checkpoint stays."""
+        for name, x in self.agent.named_parameters():
+            if x is not self.parameters.get(name):
+                fix = "change it in place, with torch.no_grad() and copy_()"
+                raise ValueError(
+                    f"{name} was replaced by another parameter, which no optimizer updates: {fix}"
+                )
+        for name, x in self.agent.state_dict().items():
+            if not torch.isfinite(x).all():
+                where = f"{name} is not finite; the last checkpoint is {self.folder}/checkpoint.pt"
+                raise FloatingPointError(
+                    f"iteration {self.iteration + 1}: a loss or gradient is not a number: {where}"
+                )
+
+    def gather_ranks(self, scalars):
+        """Combine scalars, episodes and requests to stop of all ranks, and check that they have the same weights."""
+        if distributed.SIZE == 1:
+            return scalars
+        numbers = {name: x for name, x in scalars.items() if np.size(x) == 1}
+        mine = (
+            numbers,
+            self.episodes,
+            self.successes,
+            dict(self.stats),
+            self.own_decisions,
+            bool(self.stop),
+        )
+        gathered = distributed.gather((*mine, self.checksum()))
+        every, episodes, successes, stats, own, stops, checksums = zip(*gathered, strict=True)
+        if not np.allclose(checksums, checksums[0], rtol=1e-6, atol=0):
+            fix = "call distributed.average_gradients(parameters) between backward() and step() of every optimizer"
+            raise ValueError(f"the ranks have different weights: {fix}")
+        distributed.broadcast(*self.kept_tensors()[1])  # statistics such as those of BatchNorm
+        self.episodes = [episode for part in episodes for episode in part]
+        self.successes = [success for part in successes for success in part]
+        self.stats = defaultdict(list)
+        for part in stats:
+            for key, values in part.items():
+                self.stats[key] += values
+        self.global_step = self.logged_step + sum(own)
+        self.own_decisions = 0
+        self.ranks_stop = any(stops)
+        means = {
+            name: float(np.mean([part[name] for part in every if name in part])) for name in numbers
+        }
+        return scalars | means
+
+    def checksum(self):
+        """Return numbers that differ between ranks whose weights differ."""
+        parameters = [p.detach().double() for p in self.kept_tensors()[0]]
+        absolute = sum(p.abs().sum().item() for p in parameters)
+        squared = sum((p * p).sum().item() for p in parameters)
+        return [absolute, squared]
+
+    def log(self, scalars):
+        """Write scalars, statistics of the episodes, and times. This ends an iteration. Tensors and arrays with several
+        elements are written as histograms."""
+        self.check_agent()
+        scalars = self.gather_ranks({name: self.to_number(name, x) for name, x in scalars.items()})
+        scalars["charts/SPS"] = self.speed()
+        if self.episodes:
+            self.recent = [episodic_return for episodic_return, _ in self.episodes]
+            self.since_checkpoint += self.recent
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(
+                self.episodes, axis=0
+            )
+        if self.successes:
+            self.last_successes = self.successes
+            scalars["charts/success_rate"] = np.mean(self.successes)
+        for key, values in self.stats.items():
+            name = f"{getattr(self.envs, 'engine', 'unity')}/{key}"
+            scalars[name] = np.sum(values) if key in self.envs.sums else np.mean(values)
+        for name, x in self.seconds.items():
+            scalars[f"time/{name}"] = x / sum(self.seconds.values())
+        self.write(scalars)
+        self.episodes = []
+        self.successes = []
+        self.stats.clear()
+        self.logged_step = self.global_step
+        self.iteration += 1
+
+    def to_number(self, name, x):
+        """Return a float, or an array with several elements."""
+        if isinstance(x, torch.Tensor):
+            x = x.detach().cpu().numpy()
+        try:
+            x = np.asarray(x, float)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"run.log: {name} is a {type(x).__name__}: give a number, a tensor or an array"
+            ) from None
+        return x.item() if x.size == 1 else x
+
+    def write(self, scalars):
+        if not self.leads:
+            return
+        try:
+            if self.writer is None:
+                self.open_writer(reopen=True)
+            for name, x in scalars.items():
+                if np.size(x) == 1:
+                    self.writer.add_scalar(name, x, self.global_step)
+                else:
+                    self.writer.add_histogram(name, x, self.global_step)
+        except (
+            Exception
+        ) as error:  # the writer's thread has ended, for example because the disk is full
+            print(
+                f"\nThe log could not be written, some points of the curves are lost: {error}",
+                flush=True,
+            )
+            self.close_writer()
+
+    def end_iteration(self):
+        """Take a snapshot, and write checkpoints and videos where they are due."""
+        try:
+            self.snapshot = self.state()
+        except EngineError:  # a worker has died: keep this iteration, then end the run
+            self.snapshot = self.state(with_envs=False)
+            raise
+        if self.finished() or time.perf_counter() >= self.due_at:
+            self.show(self.finished())
+        if self.leads and self.crossed(self.args.checkpoint_interval, self.saved_step):
+            self.save_checkpoint()
+        if (
+            self.leads
+            and self.args.capture_video
+            and self.crossed(self.args.video_interval, self.video_step)
+        ):
+            self.record_video()
+        self.last = time.perf_counter()
+
+    # Checkpoints
+
+    def changed_args(self):
+        """Return the arguments that the training loop has changed."""
+        now = to_plain(self.args)
+        kept = set(self.given_args) - {"device", "base_port", "compile"}
+        return {name: now[name] for name in kept if now[name] != self.given_args[name]}
+
+    def state(self, with_envs=True):
+        """Return everything that is needed to continue from here, as copies."""
+        for name in sorted(self.find_stateful().keys() - self.not_kept):
+            print(f"\n{name} is not kept in checkpoints: make it before run.start()", flush=True)
+            self.not_kept.add(name)
+        attributes = plain_attributes(self.agent)
+        numbers = self.plain_globals()
+        return {
+            "format": FORMAT,
+            "script": self.script.stem,
+            "fingerprint": self.fingerprint,
+            "args": self.given_args,
+            "changed_args": self.changed_args(),
+            "agent_attributes": changes(self.agent_attributes, attributes),
+            "script_numbers": changes(self.script_numbers, numbers),
+            "seal": self.seal,
+            "spec": self.spec,
+            "iteration": self.iteration,
+            "global_step": self.global_step,
+            "recent": self.recent,
+            "best": self.best,
+            "large": {},
+            "kept": {name: copy_state(thing) for name, thing in self.keep.items()},
+            "running": {name: copy_state(thing) for name, thing in self.keep_episodes.items()},
+            "episodes": {"r": self.returns.copy(), "l": self.lengths.copy()},
+            "envs": self.envs.state() if with_envs and hasattr(self.envs, "state") else None,
+            "random": random_state()
+            | {"actions": self.envs.single_action_space.np_random.bit_generator.state},
+        }
+
+    def restore(self):
+        """Restore the checkpoint. Return observations and infos if the envs continue their episodes, else None."""
+        path, state = self.resumed
+        self.folder = path.parent
+        self.lock = Lock(self.folder) if self.leads else None
+        if (
+            load(path, self.script)[1]["global_step"] != self.global_step
+        ):  # another process had the lock until now
+            raise ValueError(f"{path} has changed in the meantime: resume again")
+        if self.global_step >= self.total:
+            raise ValueError(
+                f"{path} has {self.global_step} decisions: give a larger --total-timesteps to continue"
+            )
+        if state["fingerprint"] != self.fingerprint:
+            print(
+                f"{self.script.name} has changed since {path} was written: continuing with the script as it is now"
+            )
+        for name, thing in self.keep.items():
+            if name not in state["kept"]:
+                raise ValueError(
+                    f"{path} has no {name}, and this script keeps it: the script was changed since"
+                )
+            restore_state(thing, state["kept"][name], path)
+        for name in state["kept"].keys() - self.keep.keys():
+            print(
+                f"{path} has {name}, and this script has no such variable: it is not restored",
+                flush=True,
+            )
+        changed = from_plain(type(self.args), self.given_args | state["changed_args"])
+        for name in state["changed_args"]:
+            setattr(self.args, name, getattr(changed, name))
+        if state["changed_args"]:
+            names = ", ".join(
+                f"{name} {value}" for name, value in sorted(state["changed_args"].items())
+            )
+            print(f"Arguments as the training loop had changed them: {names}", flush=True)
+        set_attributes(self.agent, state["agent_attributes"])
+        self.frame.f_globals.update(state["script_numbers"])
+        for name, file in state["large"].items():
+            file = self.folder / file
+            if name in self.large and file.exists():
+                try:
+                    self.large[name].restore(
+                        torch.load(file, map_location="cpu", weights_only=True)
+                    )
+                except Exception:
+                    raise ValueError(
+                        f"{file} is incomplete: delete it to continue with a new one"
+                    ) from None
+        if distributed.SIZE > 1:  # the envs of all ranks start new episodes
+            return None
+        set_random_state(state["random"])
+        self.envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
+        if state["envs"] is None:
+            return None
+        self.returns[:] = state["episodes"]["r"].numpy()
+        self.lengths[:] = state["episodes"]["l"].numpy()
+        for name, thing in self.keep_episodes.items():
+            restore_state(thing, state["running"][name], path)
+        obs, infos = self.envs.restore(state["envs"])
+        if "restarted" in infos:  # the episodes of these slots could not be continued
+            slots = np.flatnonzero(infos["restarted"])
+            for thing in (self.returns, self.lengths, *self.keep_episodes.values()):
+                if isinstance(thing, np.ndarray):
+                    thing[slots] = 0
+                elif hasattr(thing, "cut"):
+                    thing.cut(slots)
+        return obs, infos
+
+    def save_checkpoint(self):
+        """Write the last snapshot. If the disk is full, the run continues."""
+        with contextlib.suppress(Exception):
+            self.writer.flush()
+        state = self.snapshot
+        step = state["global_step"]
+        mean = float(np.mean(self.since_checkpoint)) if self.since_checkpoint else -math.inf
+        is_best = mean > self.best
+        self.best = max(mean, self.best)
+        self.since_checkpoint = []
+        state["best"] = self.best
+        state["large"] = {name: f"{name}_{step}.pt" for name in self.large}
+        try:
+            for name, thing in self.large.items():
+                save(self.folder / state["large"][name], thing.state())
+            names = ["checkpoint.pt"]
+            if is_best:
+                names.append("best.pt")
+            if self.args.keep_checkpoints > 1:
+                names.append(f"checkpoint_{step}.pt")
+            for name in names:
+                save(self.folder / name, state)
+            self.saved = state
+            self.remove_old_files(state)
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
+            kept = f"the checkpoint of {self.saved_step} decisions is still there"
+            print(f"\nThe checkpoint could not be saved, {kept}: {error}", flush=True)
+        self.saved_step = step
+
+    def remove_old_files(self, state):
+        numbered = sorted(self.folder.glob("checkpoint_*.pt"), key=os.path.getmtime)
+        old = numbered[: -self.args.keep_checkpoints]
+        old += [file for name in self.large for file in self.folder.glob(f"{name}_*.pt")]
+        for file in old:
+            if file.name not in state["large"].values():
+                file.unlink()
+
+    def record_video(self):
+        self.video_step = self.global_step
+        path = self.folder / "videos" / f"{self.global_step}.mp4"
+        try:
+            record_video(self.args, self.make_envs, self.play, self.agent, self.spec, path)
+        except OSError as error:
+            print(f"\n{path} could not be written: {error}", flush=True)
+
+
+def main(
+    script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()
+):
+    """Run a script as its command line says. `free` are options of the script that may differ when a run is resumed."""
+    ended.clear()
+    signals.handle(raise_interrupt)
+    if distributed.RANK:  # only rank 0 prints
+        sys.stdout = open(os.devnull, "w")
+    folder = distributed.interrupted_run()
+    if folder and Path(folder, "checkpoint.pt").exists():
+        sys.argv[1:] = ["--resume", folder]
+    try:
+        args, default, checkpoint = command_line(script, Args, presets, doc)
+        check(args)
+        fast.Acting.allowed = args.fast
+        if args.resume is not None:
+            for name in sorted({f.name for f in fields(Args)} - FREE - set(free)):
+                given = to_plain(args)[name]
+                saved = to_plain(default)[name]
+                if given != saved:
+                    raise ValueError(
+                        f"{option(name)} {given}: the run has {option(name)} {saved}, leave it out"
+                    )
+            train(args, checkpoint)
+        elif checkpoint:
+            if distributed.SIZE > 1:
+                raise ValueError(
+                    "--evaluate and --export run in one process: start them without torchrun"
+                )
+            if args.export is not None:
+                export_checkpoint(args, *checkpoint, script, Agent)
+            else:
+                evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
+        else:
+            train(args)
+    except (ValueError, EngineError, FloatingPointError, MemoryError) as error:
+        raise SystemExit(f"\n{error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
+    except BrokenPipeError:  # the reader of the output is gone
+        sys.stdout = open(os.devnull, "w")
+        raise SystemExit(1) from None
+    except RuntimeError as error:  # raised by torch
+        if distributed.failures:
+            raise SystemExit(f"\n{distributed.failures[0]}") from None
+        if "allocate" not in str(error):
+            raise
+        raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
+    finally:
+        signals.handle(signal.SIG_IGN)  # a signal would only change the exit code now

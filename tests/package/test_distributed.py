@@ -1,0 +1,410 @@
+"""Several processes that learn as one, started by torchrun: the real one, on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import parity_env  # noqa: F401
+import pytest
+import torch
+from conftest import ROOT, needs_compiler
+
+import lbc_discrete as lbc
+import ppo_continuous_multiagent as ppo
+from onefile_rl import checkpoints, distributed
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+SMALL = "--env-id parity_env:Parity-v0 --num-envs 2 --num-steps 32 --num-minibatches 2 "
+SMALL += "--update-epochs 2 --hidden-sizes 8"
+
+LEARN = '''
+"""Five updates on a batch of which each rank has its part, and what came of them."""
+import importlib
+import sys
+import numpy as np
+import torch
+from onefile_rl import fast
+from onefile_rl import distributed
+
+def vectors(rng, *shapes):
+    return [torch.as_tensor(rng.normal(size=shape), dtype=torch.float32) for shape in shapes]
+
+def flat(*things):
+    return torch.cat([x.detach().flatten().float() for x in things])
+
+def ppo(name, compiled=False):
+    script, rng, n = importlib.import_module(name), np.random.default_rng(0), 48
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8), ent_coef=0.01)
+    spec = {"obs_dim": 5, "action_dim": 2, "low": -1.0, "high": 1.0, "branches": [3], "start": [0]}
+    agent = script.Agent(spec, args)
+    obs, advantages, logprobs, returns, values = vectors(rng, (n, 5), n, n, n, n)
+    agent.obs_rms.update(obs[distributed.RANK :: distributed.SIZE])
+    ends = torch.zeros(n, dtype=torch.bool)
+    rest = advantages, returns, values, obs, ends, ends
+    masks = torch.as_tensor(rng.random((n, 3)) < 0.8)
+    masks[:, 0] = True
+    if name == "ppo_discrete_multiagent":
+        batch = script.Batch(obs, masks, torch.zeros(n, 1, dtype=torch.int64), logprobs - 1, *rest)
+    else:
+        batch = script.Batch(obs, vectors(rng, (n, 2))[0], logprobs - 2, *rest)
+    batch = script.Batch(*(x[distributed.RANK :: distributed.SIZE] for x in batch))
+    optimizer = fast.Adam(agent.parameters(), lr=1e-2, eps=1e-5)
+    update = fast.CompiledUpdate(script.update, args, insist=True) if compiled else script.update
+    rows = torch.arange(n // distributed.SIZE)
+    for _ in range(5):
+        metrics = update(agent, optimizer, batch, rows, float(len(rows)), args)
+    return flat(*agent.parameters(), *agent.obs_rms.buffers()), metrics["losses/grad_norm"]
+
+def sac():
+    script, rng, n = importlib.import_module("sac_continuous"), np.random.default_rng(0), 48
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8), target_entropy=-2.0, norm_obs=True)
+    agent = script.Agent({"obs_dim": 5, "action_dim": 2, "low": -1.0, "high": 1.0}, args)
+    parameters = agent.qf.parameters(), agent.actor.parameters(), [agent.log_alpha]
+    optimizers = [fast.Adam(params, lr=1e-2) for params in parameters]
+    batch = vectors(rng, (n, 5), (n, 2), n, (n, 5), n, (n, 2), (n, 2))
+    *batch, noise, next_noise = (x[distributed.RANK :: distributed.SIZE] for x in batch)
+    mb = script.Batch(*batch)
+    agent.obs_rms.update(mb.obs)
+    for _ in range(5):
+        metrics = script.update(agent, *optimizers, mb, noise, next_noise, args)
+    return torch.cat([p.detach().flatten() for p in agent.parameters()]), metrics["losses/qf_loss"]
+
+def bandit():
+    """Sequences with rows that are not valid, more of them on one rank than on the other."""
+    script, rng, n, length = importlib.import_module("lbc_discrete"), np.random.default_rng(0), 16, 6
+    torch.manual_seed(0)
+    args = script.Args(hidden_sizes=(8, 8))
+    agent = script.Agent({"obs_dim": 5, "branches": [3], "start": [0], "bins": 0}, args)
+    optimizer = fast.Adam(agent.networks.parameters(), lr=1e-2, eps=1e-5)
+    obs, reward = vectors(rng, (n, length + 1, 5), (n, length))
+    choices = torch.as_tensor(rng.integers(0, 3, (n, length, 1)))
+    uniform = torch.as_tensor(rng.random((3, n, length)), dtype=torch.float32)
+    valid = (uniform[0] < torch.linspace(0.2, 1.0, n)[torch.randperm(n)][:, None]).float()
+    index = torch.stack([3 * uniform[1], 5 * uniform[1], uniform[2]], 2)
+    rest = torch.full((n, length), 0.4), reward, (uniform[2] < 0.1).float(), valid
+    mb = script.Batch(obs, torch.zeros(n, length + 1, dtype=int), torch.ones(n, length, 3), index, choices, *rest)
+    mb = script.Batch(*(x[distributed.RANK :: distributed.SIZE] for x in mb))
+    agent.obs_rms.update(mb.obs[:, :-1][mb.valid > 0])
+    for _ in range(5):
+        script.update(agent, optimizer, mb, args)
+    state = [*agent.networks.parameters(), *agent.obs_rms.buffers()]
+    return torch.cat([x.detach().flatten().float() for x in state])
+
+def main(path):
+    distributed.join("cpu")
+    out = {"sac": sac()[0], "bandit": bandit()}
+    for name in ("ppo_continuous_multiagent", "ppo_discrete_multiagent"):
+        out[name], out[name + " norm"] = ppo(name)
+    if "compiled" in sys.argv:
+        out["compiled"], _ = ppo("ppo_continuous_multiagent", compiled=True)
+    if distributed.RANK == 0:
+        torch.save(out, path)
+    distributed.leave()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+'''
+
+
+def torchrun(*command, count=2, more=()):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), "."])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={count}",
+        *more,
+        *map(str, command),
+    ]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def finish(process, timeout=240):
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return out
+
+
+@pytest.mark.parametrize("what", ["plain", pytest.param("compiled", marks=needs_compiler)])
+def test_two_ranks_with_half_the_batch_each_learn_as_one_with_the_whole(what):
+    """Gradients, their norm, advantages' normalisation, the statistics of the observations; SAC's targets too."""
+    Path("learn.py").write_text(LEARN)
+    process = torchrun("learn.py", "two.pt", what)
+    out = finish(process)
+    assert process.returncode == 0, out
+    sys.path.insert(0, ".")
+    subprocess.run(
+        [sys.executable, "learn.py", "one.pt"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    two, one = torch.load("two.pt"), torch.load("one.pt")
+    for name, x in one.items():
+        np.testing.assert_allclose(two[name], x, atol=1e-5, rtol=1e-4, err_msg=name)
+    if what == "compiled":
+        np.testing.assert_allclose(
+            two["compiled"], one["ppo_continuous_multiagent"], atol=1e-5, rtol=1e-4
+        )
+
+
+EQUAL = "            run.log("
+CHECKED = """            with open(f"rows_{distributed.RANK}.txt", "a") as file:
+                own = sum(p.sum().item() for p in agent.parameters())
+                print(num_rows, sum(distributed.gather(own)) / distributed.SIZE - own, file=file)
+            run.log("""
+SLOW = """
+import os
+import time
+import gymnasium as gym
+import parity_env
+
+class Slow(gym.Wrapper):
+    def step(self, action):
+        time.sleep(0.02 * (os.environ.get("RANK") == "1"))
+        return self.env.step(action)
+
+gym.register("Slow-v0", lambda: Slow(gym.make("Parity-v0")))
+"""
+
+
+def copy_with_a_look_inside():
+    source = (ROOT / "ppo_continuous_multiagent.py").read_text()
+    assert source.count(EQUAL) == 1
+    Path("my_ppo.py").write_text(source.replace(EQUAL, CHECKED))
+
+
+def test_ranks_of_different_speed_neither_wait_nor_drift():
+    """One is slow: it ends its rollouts early, weighs less, and all have the same weights after each iteration."""
+    copy_with_a_look_inside()
+    Path("slow.py").write_text(SLOW)
+    line = SMALL.replace("parity_env:Parity-v0", "slow:Slow-v0").split()
+    process = torchrun("my_ppo.py", *line, "--total-timesteps", 512, "--rollout-share", 0.5)
+    out = finish(process)
+    assert process.returncode == 0, out
+    rows = [np.loadtxt(f"rows_{rank}.txt", ndmin=2) for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) >= 4 and not np.abs(np.concatenate(rows)[:, 1]).any(), (
+        "the same weights"
+    )
+    assert (rows[0][:, 0] == 64).all() and rows[1][:, 0].mean() < 48, "the slow one has fewer rows"
+    (folder,) = Path("runs").iterdir()
+    state = checkpoints.load(folder, "my_ppo.py")[1]
+    assert state["global_step"] == sum(x[:, 0].sum() for x in rows) >= 512, (
+        "and all of them are counted"
+    )
+    assert "2 ranks, each with" in out and out.count("Saved runs/") == 1, "rank 0 speaks"
+
+
+OTHERS = {
+    "ppo_lstm_multiagent.py": "--env-id CartPoleBlind-v0 --num-steps 32 --num-minibatches 4 --memory-size 8",
+    "ppo_pixel.py": "--env-id DummyPixels-v0 --num-steps 32 --num-minibatches 2 --update-epochs 1 --features 16",
+    "sac_continuous.py": "--env-id parity_env:Parity-v0 --learning-starts 50 --batch-size 16 --norm-obs",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_scripts_learn_together_too(name):
+    """To their end, and with the same weights in both ranks."""
+    total = 2_400 if name == "sac_continuous.py" else 256
+    source = (ROOT / name).read_text()
+    line = "                run.log(" if name == "sac_continuous.py" else "            run.log("
+    assert source.count(line) == 1
+    own = "torch.cat([x.flatten() for x in agent.state_dict().values()]).double().sum().item()"
+    check = (
+        f'{line[: -len("run.log(")]}assert len(set(distributed.gather({own}))) == 1, "they drift"\n'
+    )
+    Path("my_script.py").write_text(source.replace(line, check + line))
+    more = ["--num-envs", 2, "--total-timesteps", total, *["--no-compile"] * ("lstm" not in name)]
+    process = torchrun("my_script.py", *OTHERS[name].split(), *more)
+    out = finish(process)
+    assert process.returncode == 0 and "2 ranks, each with" in out, out
+    (folder,) = Path("runs").iterdir()
+    assert checkpoints.load(folder, "my_script.py")[1]["global_step"] >= total
+
+
+def rank_of(process, number):
+    """The process of a rank that torchrun has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == process.pid and f"RANK={number}".encode() in words:
+            return int(path.name)
+    raise AssertionError("no such rank")
+
+
+def when_it_runs(iterations=3):
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        for path in Path(".").glob("rows_1.txt"):
+            if len(path.read_text().splitlines()) >= iterations:
+                return
+        time.sleep(0.1)
+    raise AssertionError("it does not start")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_a_restart_goes_on_from_it(restarts):
+    copy_with_a_look_inside()
+    total = 2_000_000 if not restarts else 8_000
+    line = [*SMALL.split(), "--total-timesteps", total, "--checkpoint-interval", 640]
+    process = torchrun("my_ppo.py", *line, more=[f"--max-restarts={restarts}"])
+    when_it_runs(12)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    out = finish(process)
+    (folder,) = Path("runs").glob("[!.]*")
+    state = checkpoints.load(folder, "my_ppo.py")[1]
+    if restarts:
+        assert process.returncode == 0, out
+        assert not list(Path("runs").glob(".*")), "nothing is left behind"
+        assert (
+            state["global_step"] >= total - 128
+            and f"{folder}: 2 ranks" in out
+            and out.count("Saved runs/") == 1
+        )
+    else:
+        assert process.returncode != 0 and 640 <= state["global_step"] < total
+        assert "another rank is gone" in out or "Stopped after" in out, out
+
+
+def test_one_process_is_alone_and_says_nothing():
+    """Without torchrun nothing is waited for, and what comes out is what went in."""
+    assert (distributed.RANK, distributed.SIZE) == (0, 1) and not torch.distributed.is_initialized()
+    x = torch.randn(7)
+    assert (
+        distributed.average(x, 3.0) is x
+        and distributed.total(5) == 5
+        and distributed.gather(x) == [x]
+        and distributed.minimum(3) == 3
+    )
+    np.testing.assert_array_equal(distributed.normalize(x), (x - x.mean()) / (x.std() + 1e-8))
+    assert (
+        distributed.Pace(0.1).has_enough(9, 10, 0) is False
+        and distributed.Pace(0.1).has_enough(10, 10, 0) is True
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("--evaluate runs/x", "run in one process"),
+        ("--unity-path editor", "editor are for one process"),
+    ],
+)
+def test_what_ranks_can_not_do_is_refused(line, match, monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    monkeypatch.setattr(distributed, "interrupted_run", lambda: None)
+    if "--evaluate" in line:
+        args = ppo.Args(
+            env_id="parity_env:Parity-v0", num_steps=32, num_minibatches=2, total_timesteps=32
+        )
+        monkeypatch.setattr(distributed, "SIZE", 1)
+        ppo.train(args)
+        monkeypatch.setattr(distributed, "SIZE", 2)
+        line = f"--evaluate {next(Path('runs').iterdir())}"
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous_multiagent.py", *line.split()])
+    with pytest.raises(SystemExit, match=match):
+        ppo.main()
+
+
+def test_actors_and_ranks_are_not_for_each_other(monkeypatch):
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    lbc.check(lbc.Args())
+    with pytest.raises(ValueError, match="--num-actors 2: with torchrun"):
+        lbc.check(lbc.Args(num_actors=2))
+
+
+def test_two_ranks_of_the_bandit_end_together():
+    """Each rank has its own bandits and replay buffer. The weights are the same, and rank 0 evaluates."""
+    few = "--num-envs 4 --batch-size 8 --replay-size 20 --hidden-sizes 8 --eval-interval 400 --total-timesteps 800"
+    process = torchrun(
+        ROOT / "lbc_discrete.py", *f"--env-id CartPole-v1 --no-compile {few}".split()
+    )
+    out = finish(process)
+    assert process.returncode == 0, out
+    (run,) = Path("runs").glob("CartPole-v1__lbc_discrete__1__*")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    assert (
+        state["global_step"] == 800 and state["kept"]["counts"]["updates"] == 10
+    )  # 2 ranks x 4 envs x 20 decisions
+
+
+HOSTS = """
+set -e
+ip netns add {a}; ip netns add {b}
+ip link add {a} type veth peer name {b}
+ip link set {a} netns {a}; ip link set {b} netns {b}
+ip -n {a} addr add 10.77.0.1/24 dev {a}; ip -n {b} addr add 10.77.0.2/24 dev {b}
+for x in {a} {b}; do ip -n $x link set lo up; ip -n $x link set $x up; done
+"""
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts that see each other and nothing else."""
+    names = [f"rank{os.getpid() % 10_000}{letter}" for letter in "ab"]
+    made = subprocess.run(
+        ["bash", "-c", HOSTS.format(a=names[0], b=names[1])], capture_output=True, text=True
+    )
+    try:
+        if made.returncode:
+            reason = (made.stderr.strip().splitlines() or ["?"])[-1]
+            pytest.skip(
+                f"network namespaces can't be made here (root, and Debian's iproute2): {reason}"
+            )
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+def test_two_hosts_learn_together(hosts):
+    copy_with_a_look_inside()
+    processes = []
+    for number, host in enumerate(hosts):
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), "."])
+        more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host}
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+        ]
+        command += [
+            "--nproc_per_node=1",
+            f"--node_rank={number}",
+            "--master_addr=10.77.0.1",
+            "--master_port=29400",
+        ]
+        command += ["my_ppo.py", *SMALL.split(), "--total-timesteps", "512"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        processes.append(
+            subprocess.Popen(command, env={**os.environ, **more}, start_new_session=True, **pipes)
+        )
+    outs = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    rows = [np.loadtxt(f"rows_{rank}.txt", ndmin=2) for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) == 4 and not np.abs(np.concatenate(rows)[:, 1]).any()
