@@ -1,7 +1,6 @@
 """Godot games with the plugin Godot RL Agents as one gymnasium vector env, with one slot per agent.
 
-    python godot_vec_env.py --path GodotDiscs    step a scene with random actions and print the
-    decisions per second
+    python godot_vec_env.py --path GodotDiscs    random actions, and the decisions per second
 
     envs = GodotVecEnv("GodotDiscs")  # or an exported game, or a folder with project.godot
     obs, infos = envs.reset()
@@ -16,13 +15,10 @@ every step, except in the slots of a game that was restarted (`infos["restarted"
 The plugin's protocol has only `done` for the end of an episode, with the first observation of the
 next episode. An agent's get_info() can return more:
 
-    "terminal_observation": obs      the final observation; without it, `final_obs` is the
-    observation before the end
-    "TimeLimit.truncated": true      the episode ended at a time limit; without it, every end is a
-    termination
+    "terminal_observation": obs      the final observation; else `final_obs` is the one before it
+    "TimeLimit.truncated": true      a time limit; without it, every end is a termination
     "is_success": true               `infos["is_success"]`, by slot, when an episode ends
-    "action_mask": [1, 0, 1]         `infos["action_mask"]`: the allowed options of all discrete
-    actions, in a row
+    "action_mask": [1, 0, 1]         `infos["action_mask"]`: allowed options of all branches
     "stats": {"name": 0.5}           `infos["stats"]`: the means over the agents
 
 Observations are concatenated into one Box. With images, the observation space is a Dict of "vector"

@@ -44,9 +44,7 @@ numbers are those of the comments at the lines:
 
 import os
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # a policy's matrix products are too small for several threads
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a policy is too small for several threads
 
 import contextlib
 import math

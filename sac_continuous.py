@@ -1,14 +1,10 @@
-"""Soft actor-critic (SAC) for continuous actions: one policy for all agents of a Unity scene, a Godot
-game or gymnasium environments.
+"""SAC for continuous actions: one policy for all agents of a Unity, Godot or gymnasium environment.
 
-    python sac_continuous.py --env-id 3DBall                        a bundled Unity scene, no Unity
-    needed
-    python sac_continuous.py --unity-path ./Builds/MyScene          your Unity build
-    python sac_continuous.py --godot-path ./my_game                 your Godot game
-    python sac_continuous.py --env-id HalfCheetah-v5                any gymnasium env with bounded
-    continuous actions
-    python sac_continuous.py --evaluate runs/NAME --capture-video   also --resume and --export
-    runs/NAME
+    python sac_continuous.py --env-id 3DBall                      a bundled Unity scene
+    python sac_continuous.py --unity-path ./Builds/MyScene        your Unity build
+    python sac_continuous.py --godot-path ./my_game               your Godot game
+    python sac_continuous.py --env-id HalfCheetah-v5              any gymnasium env with bounds
+    python sac_continuous.py --resume runs/NAME                   also --evaluate, --export
 
 Agents in a game request decisions at their own pace. A transition is stored when its reward has
 arrived: with the next decision of the same agent, or at the end of its episode. Only real ends are
@@ -18,7 +14,7 @@ Players simulate in their own processes, and the networks are updated meanwhile.
 acts is then older by the updates of one step. With --no-overlap, and with gymnasium's own vector
 envs, the updates follow the step.
 
-Differences from Stable-Baselines3 (SB3) and CleanRL, numbered as in the comments at the lines:
+Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3 and CleanRL train once per step of all envs. Here --updates-per-step is the number of
     updates per decision, and the decisions of all agents count.
  2. SB3 and we clip the log std to [-20, 2]. CleanRL squashes it into [-5, 2].
@@ -40,9 +36,7 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, numbered as in the comment
 
 import os
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # a policy's matrix products are too small for several threads
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a policy is too small for several threads
 
 import math
 from copy import deepcopy

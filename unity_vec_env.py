@@ -1,7 +1,6 @@
 """Unity ML-Agents builds as one gymnasium vector env, with one slot per agent.
 
-    python unity_vec_env.py --path 3DBall        step a scene with random actions and print the
-    decisions per second
+    python unity_vec_env.py --path 3DBall        random actions, and the decisions per second
 
     import numpy as np
     from unity_vec_env import UnityVecEnv
