@@ -13,6 +13,7 @@ The folder runs/NAME has TensorBoard's events, config.json, a copy of the script
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import json
 import math
@@ -136,6 +137,7 @@ class Run:
         self.writer = None
         self.lock = None
         self.frame = None
+        self.frozen = False  # objects of the start are hidden from the garbage collector
         self.not_kept = set()  # names of variables that were found too late
         self.stop = []  # signals that asked for an end
         self.ranks_stop = False  # a rank was asked to stop, and all ranks know it
@@ -200,6 +202,7 @@ class Run:
         signals.handle(lambda *_: None)  # what follows takes moments and must not be interrupted
         ended.append(True)
         self.frame = None
+        gc.unfreeze()
         with contextlib.ExitStack() as stack:  # if one of these fails, the others still run
             stack.callback(signals.restore, self.handlers)
             stack.callback(distributed.leave)
@@ -671,6 +674,12 @@ class Run:
         except EngineError:  # a worker has died: keep this iteration, then end the run
             self.snapshot = self.state(with_envs=False)
             raise
+        if not self.frozen:
+            # Let the garbage collector ignore what exists by now: modules, networks, compiled code.
+            # Otherwise it looks at all of these objects again and again
+            gc.collect()
+            gc.freeze()
+            self.frozen = True
         if self.finished() or time.perf_counter() >= self.due_at:
             self.show(self.finished())
         if self.leads and self.crossed(self.args.checkpoint_interval, self.saved_step):
