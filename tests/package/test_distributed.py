@@ -22,7 +22,7 @@ SMALL = "--env-id parity_env:Parity-v0 --num-envs 2 --num-steps 32 --num-minibat
 SMALL += "--update-epochs 2 --hidden-sizes 8"
 
 LEARN = '''
-"""Five updates on a batch of which each rank has its part, and what came of them."""
+"""Five updates on a batch of which each rank has its part, and the weights after them."""
 import importlib
 import sys
 import numpy as np

@@ -127,7 +127,7 @@ def test_a_conflicting_argument_is_refused_with_both_values(monkeypatch):
 
 
 def life(folder):
-    """Go on from the run's checkpoint until somebody kills us."""
+    """Resume the run from its checkpoint until the process is killed."""
     args = ppo.Args(**SMALL, total_timesteps=10**7, compile=False)
     sys.stdout = open(os.devnull, "w")
     try:
@@ -720,7 +720,7 @@ def test_a_player_that_crashes_again_and_again_stops_the_run_with_a_checkpoint(m
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_open_decisions_of_a_lost_player_are_dropped(number):
-    """Crashed or hung: the other player's agents go on, this one's begin anew, and the mask says whose decisions will
+    """Crashed or hung: the other player's agents continue, this one's start new episodes, and the mask says whose decisions will
     never be closed."""
     with closing(UnityVecEnv("3DBall", num_players=2, timeout=5, max_restarts=1)) as envs:
         envs.reset()

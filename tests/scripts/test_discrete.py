@@ -405,7 +405,7 @@ def test_a_film_of_a_classic_env_says_nothing_else(empty_folder):
 
 
 def test_basics_agent_comes_back_under_another_id():
-    """Unity loads the scene anew."""
+    """Unity loads the scene again."""
     sent = []
 
     def exchange(outbox):
