@@ -720,7 +720,7 @@ def test_a_player_that_crashes_again_and_again_stops_the_run_with_a_checkpoint(m
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_open_decisions_of_a_lost_player_are_dropped(number):
-    """Crashed or hung: the other player's agents continue, this one's start new episodes, and the mask says whose decisions will
+    """Crashed or hung: the other player's agents continue, this one's restart, and the mask says whose decisions will
     never be closed."""
     with closing(UnityVecEnv("3DBall", num_players=2, timeout=5, max_restarts=1)) as envs:
         envs.reset()
