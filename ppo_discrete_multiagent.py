@@ -572,8 +572,7 @@ def train(args, resumed=None):
                     break
 
             # Update the statistics of observations and returns: SB3 and CleanRL differ (1). From
-            # here
-            # on the log-probs in `batch` are not those of the agent any more
+            # here on the log-probs in `batch` are not those of the agent any more
             if args.norm_obs:
                 agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
             return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))

@@ -197,7 +197,7 @@ class CurriculumPixels(DummyPixels):
 
 
 class Unseeded(DummyPixels):
-    """Moves at random, independent of the env's seed."""
+    """Shows noise that does not depend on the env's seed."""
 
     def reset(self, **kwargs):
         self.age = 0
@@ -205,8 +205,11 @@ class Unseeded(DummyPixels):
 
     def step(self, action):
         self.age += 1
-        obs, *_ = super().step(np.random.default_rng().uniform(-1, 1, 2).astype(np.float32))
+        obs, *_ = super().step(action)
         return obs, 0.0, False, False, {}
+
+    def _image(self, dot):
+        return np.random.default_rng().integers(0, 256, self.canvas.shape, np.uint8)
 
 
 class Fading(gym.Env):

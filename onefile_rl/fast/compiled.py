@@ -9,9 +9,13 @@ import types
 
 import torch
 import torch.nn as nn
+from torch._C._dynamo.guards import TensorGuards
 
 from onefile_rl.fast.adam import Adam, read_param_groups
 
+# Values that only torch, Python and this file can change
+INTERNAL = ("__import_torch", "__builtins_dict", ".__defaults__")
+TENSOR_CHECKS = ("TENSOR_MATCH", "TYPE_MATCH", "DUPLICATE_INPUT")
 VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "SEQUENCE_LENGTH")
 HINT = "Make it a float of Args, or give --no-compile"
 
@@ -36,25 +40,29 @@ class LiveArgs:
 def keep_guards(entries):
     """Choose which of torch's checks run before each call.
 
-    Most of them are about the structure of modules and the tensors inside of modules and of
-    fast.Adam. Together they take longer than all others. They are left out, because `CompiledUpdate`
-    itself checks what matters about these tensors. Values and gradients are always checked.
+    Most of them are about the structure of modules, about the tensors inside of modules and of
+    fast.Adam, and about torch itself. Together they take longer than all others. They are left out:
+    `CompiledUpdate` itself checks what matters about these tensors. Values of the script and
+    gradients are always checked.
     """
     structure = ("_parameters", "_buffers", "_modules", "_hooks")
     optimizer = (".groups[", ".state[", ".state)")
+    pair = re.compile(r"\.groups\[\d+\]\[0\]\[\d+\]$")  # (parameter, state) in fast.Adam
     kept = []
     for entry in entries:
-        keep = True
+        keep = not pair.search(entry.name) and not any(part in entry.name for part in INTERNAL)
         if any(part in entry.name for part in structure):
             keep = entry.guard_type in VALUES and "_hooks" not in entry.name
         elif any(part in entry.name for part in optimizer):
-            keep = entry.guard_type not in ("TENSOR_MATCH", "TYPE_MATCH", "DUPLICATE_INPUT")
+            keep = keep and entry.guard_type not in TENSOR_CHECKS
+        elif entry.name.startswith(("names[", "kinds[")):  # variables of CompiledUpdate.compile
+            keep = False
         kept.append(keep or entry.name.endswith(".grad"))
     return kept
 
 
 def signature(tensor):
-    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def find_optimizers(function, inputs):
@@ -131,15 +139,7 @@ class CompiledUpdate:
             "\nCompiling the update: a few seconds, half a minute the very first time", flush=True
         )
         start = time.perf_counter()
-        modules = [x for x in inputs if isinstance(x, nn.Module)]
-        self.tensors = []  # of each parameter and buffer: where it is, its name there, itself, its signature
-        for module in modules:
-            for path, part in module.named_modules():
-                for where in (part._parameters, part._buffers):
-                    for name, tensor in where.items():
-                        if tensor is not None:
-                            label = f"{path}.{name}".lstrip(".")
-                            self.tensors.append([where, name, label, tensor, signature(tensor)])
+        self.watch_tensors(inputs)
         self.compile(inputs)
         read_param_groups()
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # its warnings repeat the errors
@@ -159,6 +159,38 @@ class CompiledUpdate:
             return self.function(*inputs)
         finally:
             self.seconds = time.perf_counter() - start
+
+    def watch_tensors(self, inputs):
+        """Remember the kind of each tensor that the modules and the fast.Adam optimizers have now.
+
+        The compiled code does not check the sizes of its tensors: it would build an error message
+        for each of them at every call, which takes longer than one of its matrix products.
+        """
+        self.watched = []  # of each tensor: the dict that has it, its name there, label, signature
+        seen = set()
+
+        def watch(where, name, label):
+            tensor = where[name]
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.watched.append((where, name, label, signature(tensor)))
+
+        for module in [x for x in inputs if isinstance(x, nn.Module)]:
+            for path, part in module.named_modules():
+                for where in (part._parameters, part._buffers):
+                    for name in where:
+                        watch(where, name, f"{path}.{name}".lstrip("."))
+        for optimizer in find_optimizers(self.function, inputs):
+            if isinstance(optimizer, Adam):
+                for state in optimizer.state.values():
+                    for name in state:
+                        watch(state, name, f"{name} of fast.Adam")
+        tensors = [where[name] for where, name, _, _ in self.watched]
+        self.tensor_guards = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        )
 
     def compile(self, inputs):
         function, args, names = self.function, self.args, self.float_names
@@ -196,7 +228,11 @@ class CompiledUpdate:
         settings = dict(
             dynamic=False,
             recompile_limit=1,
-            options={"guard_filter_fn": keep_guards, "cpp_wrapper": args.device == "cpu"},
+            options={
+                "guard_filter_fn": keep_guards,
+                "cpp_wrapper": args.device == "cpu",
+                "size_asserts": False,  # see watch_tensors
+            },
         )
         if foreign:  # in parts, with the function itself as the outermost one
             function = torch.compile(copy_of(function), **settings)
@@ -234,18 +270,18 @@ class CompiledUpdate:
         return self.numbers_tensor, *others
 
     def changed_tensor(self):
-        """Return the name of a parameter or buffer that differs in more than its values from when it was compiled."""
-        for row in self.tensors:
-            where, name, label, tensor, compiled = row
-            now = where.get(name)
-            if now is tensor and now.requires_grad == compiled[0]:
-                continue
-            if now is None or signature(now) != compiled:
-                only_grad = now is not None and signature(now)[1:] == compiled[1:]
+        """Return the name of a watched tensor that differs in more than its values from when the
+        update was compiled, or None."""
+        tensors = [where.get(name) for where, name, _, _ in self.watched]
+        if self.tensor_guards.check(*tensors):
+            return None
+        for tensor, (_, _, label, compiled) in zip(tensors, self.watched, strict=True):
+            now = None if tensor is None else signature(tensor)
+            if now != compiled:
+                only_grad = now is not None and now[1:] == compiled[1:]
                 return (
                     f"requires_grad of {label}" if only_grad else f"the kind of tensor of {label}"
                 )
-            row[3] = now
         return None
 
     def what_changed(self, graph_inputs):

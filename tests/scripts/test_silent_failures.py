@@ -391,7 +391,15 @@ def test_changed_arguments_and_found_modules_work_under_torchrun():
 # What a student found
 
 
-def test_a_buffer_of_another_dtype_is_noticed_by_a_compiled_update(capsys, monkeypatch):
+CHANGED_BUFFERS = {
+    "another dtype": "agent.vscale = torch.full((1,), 2.0, dtype=torch.float64)",
+    "another size, in place": "agent.vscale.data = torch.full((8, 1), 2.0)",
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGED_BUFFERS)
+def test_a_buffer_of_another_kind_is_noticed_by_a_compiled_update(change, capsys, monkeypatch):
     made = "        self.bounds = runs.Bounds(spec)\n"
     changes = [
         (made, made + "        self.register_buffer('vscale', torch.ones(1))\n"),
@@ -401,9 +409,7 @@ def test_a_buffer_of_another_dtype_is_noticed_by_a_compiled_update(capsys, monke
         ),
         (
             ANNEALING,
-            "            if iteration:\n"
-            "                agent.vscale = torch.full((1,), 2.0, dtype=torch.float64)\n"
-            + ANNEALING,
+            f"            if iteration:\n                {CHANGED_BUFFERS[change]}\n" + ANNEALING,
         ),
     ]
     script = copy_of(NAME, *changes)
