@@ -39,7 +39,7 @@ from envs.pixels import shared_file
 from onefile_rl import distributed
 from onefile_rl.arguments import from_plain, to_plain
 from onefile_rl.checkpoints import plain, replacing
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 WEIGHTS = "weights.pt"
 
@@ -111,11 +111,12 @@ class ActorProcesses:
     def start(self, number):
         """Start the process with this number, and tell it what to do."""
         first_place = number * self.envs_per_actor
+        seed = derive_seed(self.seed, 10_000 * (number + 1) + 1_000 * self.restarts)
         job = {
             "script": self.script,
             "args": to_plain(self.args),
             "spec": plain(self.spec),
-            "seed": self.seed + 10_000 * (number + 1) + 1_000 * self.restarts,
+            "seed": seed,
             "weights": str(self.folder / WEIGHTS),
             "memory": self.memory_path,
             "num_places": self.num_envs,
