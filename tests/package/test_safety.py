@@ -1,6 +1,7 @@
 """Safety: untrusted checkpoints, full disks, non-finite numbers, signals and crashes, and concurrent processes."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,12 +181,33 @@ def test_a_temporarily_full_disk_does_not_end_the_run(small_disk, monkeypatch, c
     monkeypatch.setattr(runs.Run, "end_iteration", settled)
     folder = train(total_timesteps=64 * 20, hidden_sizes=(64, 64))
     out = capsys.readouterr().out
-    assert "The checkpoint could not be saved, the checkpoint of" in out
+    failed = r"checkpoint.pt could not be written \(\[Errno 28\] No space left on device\)"
+    assert re.search(failed + r": .*/checkpoint.pt has 192 of 256 decisions", out)
+    assert "checkpoint.pt with 640 decisions" in out, "saved again at the first iteration with room"
     assert seen[0] == seen[-1] == 64 * 3 and load(folder)["global_step"] == 64 * 20
     assert not list(folder.glob(".*.tmp"))
     assert [step for step, _ in curve(folder)["losses/policy_loss"]][-5:] == [
         64 * k for k in range(16, 21)
     ]
+
+
+def test_a_full_disk_at_the_end_is_reported_and_ends_with_an_error(small_disk):
+    """The first Ctrl-C ends the training, and the run waits for room. The second one ends the wait."""
+    with start(*LINE[:-1], 1) as process:
+        (folder,) = wait_for(lambda: list(Path("runs").glob("*")))
+        wait_for((folder / "checkpoint.pt").exists)
+        fill()
+        process.send_signal(signal.SIGINT)
+        seen = []
+        while "press Ctrl-C to give up" not in "".join(seen):
+            seen.append(process.stdout.readline())
+            assert seen[-1], process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Resume with" not in out
+    step = load(folder)["global_step"]
+    assert f"{folder}/checkpoint.pt could not be written" in err and len(err.splitlines()) == 2
+    assert f"{folder}/checkpoint.pt has {step:,} of " in err and f"--resume {folder}" in err
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(monkeypatch, capsys):
