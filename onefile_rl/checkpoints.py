@@ -224,8 +224,11 @@ class FileForTorch:
         self.file.flush()
 
 
-def save(path, state):
-    """Write a state to a file. Raise an OSError if the file could not be written, for example to a full disk."""
+def save(path, state, durable=True):
+    """Write a state to a file. Raise an OSError if the file could not be written, for example to a full disk.
+
+    durable: wait until the file is on the disk, so that it survives a power failure
+    """
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file_for_torch = FileForTorch(file)
         try:
@@ -235,7 +238,8 @@ def save(path, state):
                 raise file_for_torch.error from None
             raise
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def check_room(folder):

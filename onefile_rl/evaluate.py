@@ -1,6 +1,7 @@
 """Evaluation and videos of a policy, during training and from a checkpoint. Both use the script's own `agent.act`."""
 
 import math
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from envs.make import VIDEO_STEPS
+from envs.rendering import check_video
 from onefile_rl import fast
-from onefile_rl.checkpoints import fingerprint, plain, restore_state, set_attributes
-from onefile_rl.engines.scenes import derive_seed, engine
+from onefile_rl.checkpoints import (
+    check_room,
+    fingerprint,
+    plain,
+    restore_state,
+    set_attributes,
+)
+from onefile_rl.engines.scenes import EngineError, derive_seed, engine
 
 
 def play_vectors(agent, spec, num_envs):
@@ -102,9 +110,26 @@ def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
 def record_video(args, make_envs, play, agent, spec, path):
     """Record a video of the deterministic policy in a separate env.
 
-    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene.
+    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene. It is complete or does not
+    exist: an OSError says why it could not be written.
     """
     path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        record(args, make_envs, play, agent, spec, temporary)
+        check_video(temporary)
+        os.replace(temporary, path)
+    except (OSError, EngineError) as error:
+        check_room(path.parent)  # raises the reason if the disk is full
+        if isinstance(error, EngineError):
+            raise
+        raise OSError(f"ffmpeg failed: {str(error).splitlines()[0]}") from None
+    finally:
+        for file in (temporary, temporary.with_suffix(".avi")):
+            file.unlink(missing_ok=True)
+
+
+def record(args, make_envs, play, agent, spec, path):
     seed = derive_seed(args.seed, 0)
     try:
         envs, _ = make_envs(args, seed, video=path)
@@ -159,5 +184,8 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
 
     if args.capture_video:
         video = path.parent / "videos" / "evaluation.mp4"
-        record_video(args, make_envs, play, agent, spec, video)
+        try:
+            record_video(args, make_envs, play, agent, spec, video)
+        except OSError as error:
+            raise ValueError(f"{video} could not be written: {error}") from None
         print(f"Wrote {video}")

@@ -1090,8 +1090,47 @@ class Run:
         path = self.folder / "videos" / f"{self.global_step}.mp4"
         try:
             record_video(self.args, self.make_envs, self.play, self.agent, self.spec, path)
-        except OSError as error:
-            print(f"\n{path} could not be written: {error}", flush=True)
+        except (OSError, ValueError, EngineError) as error:
+            # The first video shows that a package is missing, before any work is done
+            if self.global_step == 0 and not isinstance(error, OSError):
+                raise
+            print(f"\n{path} could not be recorded: {error}", flush=True)
+
+
+class Output:
+    """The standard output, without errors on a full disk: a line that can't be written is lost. A reader that is gone,
+    as with `| head`, is still an error."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, function, *args):
+        try:
+            function(*args)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+    def release(self):
+        """Return the stream. What is left in its buffer and can't be written is dropped: it would be an error when the
+        interpreter exits."""
+        try:
+            self.stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as devnull:
+                os.dup2(devnull.fileno(), self.stream.fileno())
+        return self.stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def main(
@@ -1102,6 +1141,7 @@ def main(
     signals.handle(raise_interrupt)
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w")
+    sys.stdout = Output(sys.stdout)
     folder = distributed.interrupted_run()
     if folder and Path(folder, "checkpoint.pt").exists():
         sys.argv[1:] = ["--resume", folder]
@@ -1143,4 +1183,6 @@ def main(
             raise
         raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
     finally:
+        if isinstance(sys.stdout, Output):
+            sys.stdout = sys.stdout.release()
         signals.handle(signal.SIG_IGN)  # a signal would only change the exit code now

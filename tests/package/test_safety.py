@@ -10,19 +10,20 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import ROOT, call, curve, stop_after, train
+from conftest import ROOT, call, curve, needs_gl, stop_after, train
 
 import ppo_continuous_multiagent as ppo
 import ppo_pixel as pixel
 from envs.make import SyncEnvs, make_envs
 from envs.pixels import PixelEnvs
-from onefile_rl import checkpoints, export, runs
+from onefile_rl import actor_processes, checkpoints, evaluate, export, runs
 from onefile_rl.engines.scenes import EngineError
 
 SMALL = dict(
@@ -208,6 +209,89 @@ def test_a_full_disk_at_the_end_is_reported_and_ends_with_an_error(small_disk):
     step = load(folder)["global_step"]
     assert f"{folder}/checkpoint.pt could not be written" in err and len(err.splitlines()) == 2
     assert f"{folder}/checkpoint.pt has {step:,} of " in err and f"--resume {folder}" in err
+
+
+def test_actors_keep_their_weights_on_a_full_disk(small_disk, capsys):
+    """The learner continues, reports it once, and the next state replaces the file when there is room."""
+    space = gym.spaces.Box(-1, 1, (1,))
+    envs = SimpleNamespace(num_envs=1, single_observation_space=space, single_action_space=space)
+    actors = actor_processes.ActorProcesses(SimpleNamespace(num_actors=1), 1, "x.py", envs)
+    actors.folder = small_disk
+    actors.processes = {0: None}
+    weights = lambda: torch.load(small_disk / actor_processes.WEIGHTS)["x"][0]
+    actors.push({"x": torch.full((10_000,), 1.0)})
+    fill()
+    for _ in range(3):
+        actors.push({"x": torch.full((10_000,), 2.0)})
+    assert weights() == 1
+    Path("ballast").unlink()
+    actors.push({"x": torch.full((10_000,), 3.0)})
+    assert weights() == 3 and not list(small_disk.glob(".*"))
+    out = capsys.readouterr().out
+    assert out.count("weights.pt could not be written ([Errno 28] No space left on device)") == 1
+    fill()
+    actors.processes = {}
+    with pytest.raises(ValueError, match="weights.pt can't be written: .*No space left"):
+        actors.launch(small_disk, {}, np.zeros(1), {"x": torch.full((1_000_000,), 1.0)})
+
+
+@needs_gl
+def test_a_video_that_cannot_be_written_does_not_end_the_run(small_disk, monkeypatch, capsys):
+    """The message says that the disk is full. A video that was requested alone is an error."""
+
+    def without_room(*args):
+        fill()
+        try:
+            evaluate.record_video(*args)
+        finally:
+            Path("ballast").unlink()
+
+    monkeypatch.setattr(runs, "record_video", without_room)
+    folder = train(
+        env_id="InvertedPendulum-v5", total_timesteps=64, capture_video=True, video_interval=64
+    )
+    out = capsys.readouterr().out
+    for step in (0, 64):
+        failed = f"{folder}/videos/{step}.mp4 could not be recorded: "
+        assert f"{failed}[Errno 28] No space left on device\n" in out
+    assert "OpenGL" not in out and load(folder)["global_step"] == 64
+    fill()
+    with pytest.raises(SystemExit, match="evaluation.mp4 could not be written: .*No space left"):
+        call(monkeypatch, "--evaluate", folder, "--eval-episodes", 1, "--capture-video")
+    assert "Wrote" not in capsys.readouterr().out and not list((folder / "videos").iterdir())
+
+
+def test_an_output_that_cannot_be_written_does_not_end_the_run():
+    """The output is a file, and the disk is full."""
+    command = [sys.executable, str(ROOT / "ppo_continuous_multiagent.py")]
+    command += [*map(str, LINE[:-4]), "--total-timesteps", "512"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    with open("/dev/full", "w") as full:
+        out = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (out.returncode, out.stderr) == (0, "")
+    assert load(next(Path("runs").iterdir()))["global_step"] == 512
+
+
+def test_the_log_is_written_again_when_there_is_room(small_disk):
+    """The thread of TensorBoard's writer ends, without a traceback, and the run opens another one."""
+    line = [*LINE[:-1], 10**6]
+    with start(*line) as process:
+        folder = until_it_learns(process)
+        fill()
+        seen = []
+        while "The log could not be written, some points of the curves are lost" not in "".join(
+            seen
+        ):
+            seen.append(process.stdout.readline())
+            assert seen[-1], process.stderr.read()
+        Path("ballast").unlink()
+        wait_for(lambda: len(list(folder.glob("events*"))) == 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and err == ""
+    assert curve(folder)["losses/policy_loss"][-1][0] == load(folder)["global_step"]
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(monkeypatch, capsys):
