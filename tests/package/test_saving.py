@@ -15,6 +15,7 @@ import parity_env  # noqa: F401
 import pytest
 import torch
 from conftest import call, curve, stop_after, train
+from test_distributed import finish, torchrun
 
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
@@ -334,6 +335,18 @@ def test_resuming_a_file_outside_of_a_run_touches_no_neighbour(monkeypatch):
         )
         assert content(models) == before
     assert sorted(load(run)["global_step"] for run in Path("runs").iterdir()) == [64, 128, 128]
+
+
+def test_all_ranks_continue_an_older_checkpoint_in_the_same_new_folder():
+    folder = train(total_timesteps=128, keep_checkpoints=2)
+    before = content(folder)
+    line = ["--resume", folder / "checkpoint_64.pt", "--total-timesteps", 320, "--exp-name", "run0"]
+    process = torchrun(ppo.__file__, *line)
+    out = finish(process)
+    assert process.returncode == 0, out
+    new = new_run(folder)
+    assert content(folder) == before and load(new)["global_step"] == 320
+    assert out.count(f"the run continues in {new}") == 1 and f"{new}: 2 ranks" in out
 
 
 def test_the_best_checkpoint_continues_its_run_if_it_is_the_latest(monkeypatch):
