@@ -307,7 +307,8 @@ class Run:
             script are kept too, if they are not in `keep`
         episodes: the same for the running episodes, with a row for each slot: restored only if the envs can continue
             their episodes. Arrays become 0 where an episode can't be continued; cut(slots) of an object is called
-        large: the same for large objects with state() and restore(): saved in separate files
+        large: the same for large objects with state() and restore(): saved in separate files, after the checkpoint. If
+            a file is not of the same moment as the checkpoint, cut(slots) of the object is called with all slots
         play: see evaluate.evaluate()
         description: printed in the first line
         """
@@ -984,13 +985,13 @@ class Run:
             now = time.perf_counter()
             self.retry_at = now + 2 * (now - started)
             return
-        if "checkpoint" in self.reported:
-            print(f"\nSaved {self.folder}/checkpoint.pt with {step:,} decisions", flush=True)
-            del self.reported["checkpoint"]
         self.saved = state
         self.saved_step = step
         self.since_checkpoint = []
         self.remove_old_files()
+        if self.reported.pop("checkpoint", None):
+            line = f"Saved {self.folder}/checkpoint.pt with {step:,} decisions"
+            self.report("saved", line, interval=0)
 
     def on_disk(self):
         """Return what a checkpoint says about the other files of the run."""

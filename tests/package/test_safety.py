@@ -343,6 +343,29 @@ def test_an_export_is_complete_or_does_not_exist(small_disk, monkeypatch):
     assert not (folder / "policy.onnx").exists() and not list(folder.glob(".*.tmp"))
 
 
+def test_an_export_for_godot_is_complete_or_an_error(monkeypatch):
+    folder = train(total_timesteps=64)
+
+    def full(model, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "export", lambda *_: None)
+    monkeypatch.setattr(export, "is_for_godot", lambda spec: True)
+    monkeypatch.setattr(export, "export_for_gdscript", full)
+    with pytest.raises(SystemExit, match=r"policy.json can't be written: .*No space left"):
+        call(monkeypatch, "--export", folder)
+
+
+@needs_gl
+def test_a_video_of_a_scene_is_complete_or_an_error(small_disk):
+    fill()
+    command = [sys.executable, "-m", "envs.unity_scenes.player", "--scene", "3DBall"]
+    command += ["--render", str(small_disk / "scene.mp4"), "--seconds", "0.2"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 1 and "Wrote" not in out.stdout
+    assert "scene.mp4 could not be written: " in out.stderr and "Traceback" not in out.stderr
+
+
 def test_a_network_that_cannot_be_exported_is_one_line(monkeypatch):
     folder = train(total_timesteps=64)
 
