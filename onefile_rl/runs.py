@@ -819,11 +819,14 @@ class Run:
             self.files = {
                 file: step
                 for file, step in state.get("files", {}).items()
-                if self.is_own_file(file, "checkpoint", *self.large)
+                if self.is_own_file(file, "checkpoint", *self.large) and isinstance(step, int)
             }
             for file in self.large_files.values():  # "files" is missing in an earlier version
                 self.files.setdefault(file, self.global_step)
             self.checkpoint_step = self.global_step
+            if self.leads:
+                for leftover in self.folder.glob("videos/.*.tmp.*"):  # of a process that was killed
+                    leftover.unlink(missing_ok=True)
         if self.global_step >= self.total:
             raise ValueError(
                 f"{path} has {self.global_step} decisions: give a larger --total-timesteps to continue"

@@ -695,8 +695,10 @@ def test_processes_that_start_together_use_the_same_secret(monkeypatch, tmp_path
 def test_temporary_files_of_a_killed_process_are_removed(monkeypatch):
     folder = train(total_timesteps=64)
     (folder / ".checkpoint.pt.12345.tmp").write_bytes(b"half")
+    (folder / "videos").mkdir()
+    (folder / "videos" / ".64.12345.tmp.mp4").write_bytes(b"half")
     call(monkeypatch, "--resume", folder, "--total-timesteps", 128)
-    assert not list(folder.glob(".*.tmp"))
+    assert not list(folder.glob(".*.tmp")) and not list((folder / "videos").iterdir())
 
 
 # The command line

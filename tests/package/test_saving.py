@@ -282,6 +282,20 @@ def test_a_buffer_of_another_run_is_not_used(monkeypatch, capsys):
     assert "buffer_100.pt belongs to another run: buffer starts empty" in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed_with_its_buffer(monkeypatch, capsys):
+    """It has no name of its run and no list of files, and its buffer is a plain file."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+    folder = train_sac(total_timesteps=100)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    del state["run"], state["files"]
+    torch.save(state, folder / "checkpoint.pt")
+    buffer = torch.load(folder / "buffer_100.pt", weights_only=True)["state"]
+    torch.save(buffer, folder / "buffer_100.pt")
+    conftest.call(sac, monkeypatch, "--resume", folder, "--total-timesteps", 200)
+    assert "starts empty" not in capsys.readouterr().out
+    assert [path.name for path in folder.glob("buffer*")] == ["buffer_200.pt"]
+
+
 # Files of other runs
 
 
