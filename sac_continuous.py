@@ -526,9 +526,11 @@ def train(args, resumed=None):
         learning_starts = args.learning_starts
         if resumed and len(rb) == 0:
             learning_starts += run.global_step
-            counters["normalized"] = 0
             first = f"{args.learning_starts} decisions of the policy fill a new one"
             print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
+        counters["normalized"] = min(
+            counters["normalized"], rb.num_added
+        )  # the buffer may be older
         if not run.came_back:
             rb.cut(range(num_agents))
 

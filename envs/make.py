@@ -27,7 +27,7 @@ import imageio
 import numpy as np
 
 from envs.envpool_envs import EnvPoolEnvs
-from envs.rendering import use_tracking_camera
+from envs.rendering import use_tracking_camera, video_writer
 from envs.sync import RecordedEnvs, SyncEnvs
 from godot_vec_env import GodotVecEnv
 from onefile_rl.engines.scenes import GODOT_SCENES, SCENES, engine
@@ -137,7 +137,7 @@ def convert_movie_on_close(envs, movie, video):
 
     def close_and_convert(**kwargs):
         close_extras(**kwargs)
-        with imageio.get_writer(video, fps=30, macro_block_size=1) as writer:
+        with video_writer(video, fps=30) as writer:
             for i, frame in enumerate(imageio.get_reader(movie)):
                 if i % 2:
                     writer.append_data(frame)

@@ -9,13 +9,13 @@ anything else, "vector". They are views of arrays that the next step overwrites.
 import mmap
 
 import gymnasium as gym
-import imageio
 import numpy as np
 
 from envs import attributes
 from envs.make import VIDEO_STEPS, make_godot_envs, make_unity_envs
 from envs.pixel_workers import Worker, carve, make_group, shared_file, to_json
 from envs.pixel_wrappers import is_rendered_by_mujoco, make_pixel_env
+from envs.rendering import video_writer
 from envs.sync import check_finite, report_restarted, restarted_info, values_per_env
 from onefile_rl.engines.scenes import engine
 
@@ -258,7 +258,7 @@ class RecordedPixelEnvs:
         self.num_envs = 1
         self.single_action_space = envs.single_action_space
         self.single_observation_space = envs.single_observation_space
-        self.video = imageio.get_writer(path, fps=envs.fps, macro_block_size=1)
+        self.video = video_writer(path, envs.fps)
         self.env = envs.group.envs[0]
         self.renderer = self._make_renderer()
 
@@ -301,7 +301,9 @@ class RecordedPixelEnvs:
         return obs, rewards, terminated, truncated, infos
 
     def close(self):
-        self.video.close()
-        if self.renderer:
-            self.renderer.close()
-        self.envs.close()
+        try:
+            self.video.close()
+        finally:
+            if self.renderer:
+                self.renderer.close()
+            self.envs.close()

@@ -1,4 +1,4 @@
-"""Rendering of MuJoCo envs: OpenGL without a display, settings that are fast without a GPU, and the camera."""
+"""Rendering of MuJoCo envs: OpenGL without a display, settings that are fast without a GPU, the camera, and videos."""
 
 import os
 import sys
@@ -24,6 +24,28 @@ def disable_expensive_rendering(model):
     model.vis.quality.shadowsize = 0
     model.vis.quality.offsamples = 0
     model.mat_reflectance[:] = 0
+
+
+def video_writer(path, fps, macro_block_size=1):
+    """Return imageio's writer of a video. check_video() finds out whether the video is complete."""
+    import imageio
+
+    return imageio.get_writer(
+        path, fps=fps, macro_block_size=macro_block_size, ffmpeg_log_level="quiet"
+    )
+
+
+def check_video(path):
+    """Raise an OSError if a video is incomplete. ffmpeg writes it in a process of its own, and imageio does not report
+    that the process has failed."""
+    from imageio_ffmpeg import count_frames_and_secs
+
+    try:
+        num_frames, _ = count_frames_and_secs(str(path))
+    except (OSError, RuntimeError):
+        num_frames = 0
+    if not num_frames:
+        raise OSError("the video is incomplete")
 
 
 def use_tracking_camera(env, env_kwargs):

@@ -3,12 +3,11 @@
 import math
 
 import gymnasium as gym
-import imageio
 import numpy as np
 
 from envs import attributes
-from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering
-from onefile_rl.engines.scenes import EngineError
+from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering, video_writer
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 MAX_REPLAY_STEPS = 100_000  # longer episodes are not kept for a resume
 
@@ -49,7 +48,7 @@ class SyncEnvs:
         )
 
     def reset(self, seed):
-        seeds = [seed + i for i in range(self.num_envs)]
+        seeds = [derive_seed(seed, i) for i in range(self.num_envs)]
         observations = []
         self.episodes = []
         for env, env_seed in zip(self.envs, seeds, strict=True):
@@ -289,15 +288,14 @@ class RecordedEnvs(SyncEnvs):
         super().__init__([env])
         if hasattr(env.unwrapped, "model"):
             disable_expensive_rendering(env.unwrapped.model)
-        self.video = imageio.get_writer(
-            path, fps=env.metadata.get("render_fps", 30), macro_block_size=1
-        )
+        self.video = video_writer(path, env.metadata.get("render_fps", 30))
 
     def _append_frame(self):
         try:
-            self.video.append_data(self.envs[0].render())
+            image = self.envs[0].render()
         except Exception as error:
             raise ValueError(f"recording a video {NEEDS_GL} ({error})") from None
+        self.video.append_data(image)
 
     def reset(self, seed):
         out = super().reset(seed)
@@ -313,8 +311,10 @@ class RecordedEnvs(SyncEnvs):
         return out
 
     def close(self):
-        self.video.close()
-        super().close()
+        try:
+            self.video.close()
+        finally:
+            super().close()
 
 
 def count_discrete_actions(space):

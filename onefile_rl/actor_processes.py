@@ -38,8 +38,8 @@ import torch
 from envs.pixels import shared_file
 from onefile_rl import distributed
 from onefile_rl.arguments import from_plain, to_plain
-from onefile_rl.checkpoints import plain, replacing
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.checkpoints import plain, save
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 WEIGHTS = "weights.pt"
 
@@ -86,6 +86,7 @@ class ActorProcesses:
         self.processes = {}  # by number: the process and the file with its error messages
         self.restarts = 0
         self.failures_in_a_row = 0
+        self.push_error = None  # why the last state could not be written
         self.folder = None
         self.stack = contextlib.ExitStack()
 
@@ -100,6 +101,8 @@ class ActorProcesses:
         self.folder = folder.resolve()
         self.spec = spec
         self.push(state)
+        if self.push_error:
+            raise ValueError(f"{self.folder / WEIGHTS} can't be written: {self.push_error}")
         self.selector = self.stack.enter_context(selectors.DefaultSelector())
         file, self.memory_path, self.inherited_files = self.stack.enter_context(shared_file())
         file.truncate(self.num_envs * array.nbytes)
@@ -111,11 +114,12 @@ class ActorProcesses:
     def start(self, number):
         """Start the process with this number, and tell it what to do."""
         first_place = number * self.envs_per_actor
+        seed = derive_seed(self.seed, 10_000 * (number + 1) + 1_000 * self.restarts)
         job = {
             "script": self.script,
             "args": to_plain(self.args),
             "spec": plain(self.spec),
-            "seed": self.seed + 10_000 * (number + 1) + 1_000 * self.restarts,
+            "seed": seed,
             "weights": str(self.folder / WEIGHTS),
             "memory": self.memory_path,
             "num_places": self.num_envs,
@@ -142,9 +146,17 @@ class ActorProcesses:
             process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def push(self, state):
-        """Write the state that the actors pull."""
-        with replacing(self.folder / WEIGHTS) as temporary:
-            torch.save(plain(state), temporary)
+        """Write the state that the actors pull. If the disk is full, they continue with the last one, and the next
+        call tries again."""
+        last_error = self.push_error
+        self.push_error = None
+        try:
+            save(self.folder / WEIGHTS, state, durable=False)
+        except (OSError, RuntimeError) as error:
+            self.push_error = str(error).splitlines()[0]
+            if self.processes and not last_error:
+                failed = f"{self.folder / WEIGHTS} could not be written ({self.push_error})"
+                print(f"\n{failed}: the actors continue with the last weights", flush=True)
 
     def receive(self):
         """Wait until an actor has sent something. Return pairs of an array and its message."""

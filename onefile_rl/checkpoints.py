@@ -2,6 +2,7 @@
 running code."""
 
 import hashlib
+import math
 import os
 import random
 from contextlib import contextmanager, suppress
@@ -178,11 +179,76 @@ def restore_module(module, saved, where):
     module.load_state_dict(saved)
 
 
-def save(path, state):
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        torch.save(plain(state), file)
+def not_finite(x, name):
+    """Yield the names of the arrays in a state that have an infinite element or a nan, and of numbers that are nan.
+
+    A single number may be infinite, as the best return before the first episode has ended.
+    """
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from not_finite(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(x, (list, tuple)):
+        for i, value in enumerate(x):
+            yield from not_finite(value, f"{name}.{i}")
+    elif isinstance(x, np.ndarray) and x.dtype.names:
+        for field in x.dtype.names:
+            yield from not_finite(x[field], f"{name}.{field}")
+    elif isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+        # A sum needs no array for its result. It can be infinite if all elements are finite
+        if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
+            yield name
+    elif isinstance(x, np.ndarray) and x.dtype.kind in "fc":
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(x.sum())
+        if not finite and not np.isfinite(x).all():
+            yield name
+    elif isinstance(x, (float, np.floating)) and math.isnan(x):
+        yield name
+
+
+class FileForTorch:
+    """A file that keeps the error of a failed write. torch raises another one, without the reason."""
+
+    def __init__(self, file):
+        self.file = file
+        self.error = None
+
+    def write(self, data):
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self):
+        self.file.flush()
+
+
+def save(path, state, durable=True):
+    """Write a state to a file. Raise an OSError if the file could not be written, for example to a full disk.
+
+    durable: wait until the file is on the disk, so that it survives a power failure
+    """
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file_for_torch = FileForTorch(file)
+        try:
+            torch.save(plain(state), file_for_torch)
+        except RuntimeError:
+            if file_for_torch.error:
+                raise file_for_torch.error from None
+            raise
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
+
+
+def check_room(folder):
+    """Raise an OSError if no file can be written to a folder now."""
+    probe = Path(folder) / f".room.{os.getpid()}.tmp"
+    try:
+        probe.write_bytes(bytes(2**16))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -190,6 +256,7 @@ def replacing(path):
     """Give the name of a temporary file that replaces `path` when it is complete. A crash or a full disk leaves the old
     file as it was."""
     temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process with the same id
     try:
         yield temporary
         os.replace(temporary, path)

@@ -1,6 +1,7 @@
 """Evaluation and videos of a policy, during training and from a checkpoint. Both use the script's own `agent.act`."""
 
 import math
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from envs.make import VIDEO_STEPS
+from envs.rendering import check_video
 from onefile_rl import fast
-from onefile_rl.checkpoints import fingerprint, plain, restore_state, set_attributes
-from onefile_rl.engines.scenes import engine
+from onefile_rl.checkpoints import (
+    check_room,
+    fingerprint,
+    plain,
+    restore_state,
+    set_attributes,
+)
+from onefile_rl.engines.scenes import EngineError, derive_seed, engine
 
 
 def play_vectors(agent, spec, num_envs):
@@ -88,7 +96,7 @@ def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
     variants: by name, the second argument of play(num_envs, variant), which returns a function for evaluate(). A
     variant is left out if an episode does not end within `steps` steps.
     """
-    seed = args.seed + 1000
+    seed = derive_seed(args.seed, 1000)
     means = {}
     envs, _ = make_envs(replace(args, num_envs=episodes), seed)
     with closing(envs):
@@ -102,11 +110,29 @@ def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
 def record_video(args, make_envs, play, agent, spec, path):
     """Record a video of the deterministic policy in a separate env.
 
-    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene.
+    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene. It is complete or does not
+    exist: an OSError says why it could not be written.
     """
     path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
-        envs, _ = make_envs(args, args.seed, video=path)
+        record(args, make_envs, play, agent, spec, temporary)
+        check_video(temporary)
+        os.replace(temporary, path)
+    except (OSError, EngineError) as error:
+        check_room(path.parent)  # raises the reason if the disk is full
+        if isinstance(error, EngineError):
+            raise
+        raise OSError(f"ffmpeg failed: {str(error).splitlines()[0]}") from None
+    finally:
+        for file in (temporary, temporary.with_suffix(".avi")):
+            file.unlink(missing_ok=True)
+
+
+def record(args, make_envs, play, agent, spec, path):
+    seed = derive_seed(args.seed, 0)
+    try:
+        envs, _ = make_envs(args, seed, video=path)
     except ValueError as error:
         raise ValueError(f"--capture-video: {error}") from None
 
@@ -116,7 +142,7 @@ def record_video(args, make_envs, play, agent, spec, path):
         episodes = 10**9  # the number of steps is the limit
         steps = getattr(envs, "video_steps", VIDEO_STEPS)
     with closing(envs):
-        evaluate(play(agent, spec, envs.num_envs), envs, episodes, args.seed, steps)
+        evaluate(play(agent, spec, envs.num_envs), envs, episodes, seed, steps)
 
 
 def load_agent(args, path, state, script, Agent):
@@ -140,13 +166,14 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
     agent = load_agent(args, path, state, script, Agent).to(args.device)
 
     # A player that crashes ends the evaluation: a restart would lose its episodes.
-    envs, _ = make_envs(replace(args, max_restarts=0), args.seed)
+    seed = derive_seed(args.seed, 0)
+    envs, _ = make_envs(replace(args, max_restarts=0), seed)
     with closing(envs):
         for key, value in describe(args, envs).items():
             if plain(value) != spec[key]:
                 raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
         play_agent = play(agent, spec, envs.num_envs)
-        returns, lengths, successes = evaluate(play_agent, envs, args.eval_episodes, args.seed)
+        returns, lengths, successes = evaluate(play_agent, envs, args.eval_episodes, seed)
 
     line = f"{path} after {state['global_step']:,} decisions, {len(returns)} episodes"
     line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"
@@ -157,5 +184,8 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
 
     if args.capture_video:
         video = path.parent / "videos" / "evaluation.mp4"
-        record_video(args, make_envs, play, agent, spec, video)
+        try:
+            record_video(args, make_envs, play, agent, spec, video)
+        except OSError as error:
+            raise ValueError(f"{video} could not be written: {error}") from None
         print(f"Wrote {video}")

@@ -237,6 +237,8 @@ def export_checkpoint(args, path, state, script, Agent):
     program = target.with_suffix(".json")
     try:
         export_for_gdscript(target, program)
+    except OSError as error:
+        raise ValueError(f"{program} can't be written: {error}") from None
     except ValueError as error:
         print(f"Wrote no {program.name}: {error}")
     else:

@@ -20,10 +20,12 @@ import math
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import fields
@@ -52,10 +54,12 @@ from onefile_rl.checkpoints import (
     FORMAT,
     Lock,
     check_kept,
+    check_room,
     copy_state,
     fingerprint,
     has_state_dict,
     load,
+    not_finite,
     plain_attributes,
     random_state,
     restore_state,
@@ -63,7 +67,7 @@ from onefile_rl.checkpoints import (
     set_attributes,
     set_random_state,
 )
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -83,6 +87,8 @@ __all__ = [
 ]
 
 WORTH = 5_000  # a compiled update pays off from this many updates on
+END_SECONDS = 60  # how long the end of a run waits for room on the disk
+REPORT_SECONDS = 60  # between two messages about the same failure
 ended = []  # not empty: the run has ended, and a signal changes nothing any more
 
 
@@ -100,9 +106,22 @@ def inside(variables):
             yield from ((f"{name}.{i}", x) for i, x in enumerate(value))
 
 
+def is_run(path):
+    """Return whether this is the path of checkpoint.pt in the folder of a run."""
+    return path.name == "checkpoint.pt" and path.with_name("config.json").exists()
+
+
+def is_numbered(name):
+    return name.startswith("checkpoint_")
+
+
 def raise_interrupt(number, _):
     if not ended:
         raise KeyboardInterrupt
+
+
+class NotSaved(Exception):
+    """The run has ended, and its last state is not on the disk, or not all of it."""
 
 
 class Run:
@@ -129,11 +148,22 @@ class Run:
         self.first_step = self.global_step
         self.logged_step = self.global_step
         self.video_step = self.global_step
-        self.saved_step = self.global_step
+        self.saved_step = self.global_step  # of the last checkpoint that was written completely
         self.own_decisions = 0  # decisions of this rank since the last log()
 
         self.snapshot = None  # the state at the end of the last iteration
-        self.saved = None  # the last state that was written to the disk
+        self.saved = None  # the last state that was written to the disk, with all of its files
+        self.failed = {}  # why files of the last checkpoint could not be written, by name
+        self.retry_at = 0.0  # when a checkpoint that failed is written again
+        self.reported = {}  # when a failure was reported, by what failed
+        self.may_be_infinite = set()  # names of kept arrays that are not finite at the start
+
+        # The files of this run, part of the checkpoint
+        self.run_id = None
+        self.checkpoint_step = None  # decisions in checkpoint.pt; None if there is no such file
+        self.files = {}  # numbered checkpoints and large files that this run wrote: their decisions, by name
+        self.large_files = {}  # the last complete file of each large object, by the object's name
+        self.new_best = None  # the best state, until it is in best.pt
         self.writer = None
         self.lock = None
         self.frame = None
@@ -162,13 +192,14 @@ class Run:
         try:
             distributed.join(args.device)
             # Players and EnvPool can't continue an episode: they start new ones, with another seed
-            self.envs, self.how = self.make_envs(
-                args, args.seed + self.global_step + self.first_env
-            )
+            self.envs_seed = derive_seed(args.seed, self.global_step + self.first_env)
+            self.envs, self.how = self.make_envs(args, self.envs_seed)
         except BaseException:
             signals.restore(self.handlers)
             raise
         signals.handle(self.stop_after_iteration)
+        self.excepthook = threading.excepthook
+        threading.excepthook = self.report_thread
 
         # The running episodes, and what has been counted since the last log()
         num_envs = self.envs.num_envs
@@ -179,10 +210,11 @@ class Run:
         self.stats = defaultdict(list)
 
         # Seeds. All ranks create the same weights; start() gives them different random numbers afterwards
-        random.seed(args.seed + distributed.RANK)
-        np.random.seed(args.seed + distributed.RANK)
+        rank_seed = derive_seed(args.seed, distributed.RANK)
+        random.seed(rank_seed)
+        np.random.seed(rank_seed)
         torch.manual_seed(args.seed)
-        self.envs.single_action_space.seed(args.seed + distributed.RANK)
+        self.envs.single_action_space.seed(rank_seed)
         return self
 
     def stop_after_iteration(self, number, _):
@@ -194,17 +226,24 @@ class Run:
                 b"\nFinishing the iteration and saving a checkpoint; press Ctrl-C again to stop at once\n",
             )
 
+    def report_thread(self, failure):
+        """Print the traceback of a thread, except for TensorBoard's writer: write() reports its error."""
+        if type(failure.thread).__name__ != "_AsyncWriterThread":
+            self.excepthook(failure)
+
     def stop_at_once(self, number, _):
         signals.restore(self.handlers)
         raise KeyboardInterrupt
 
     def __exit__(self, kind, error, _):
-        signals.handle(lambda *_: None)  # what follows takes moments and must not be interrupted
+        signals.handle(lambda *_: None)  # what follows must not be interrupted
         ended.append(True)
         self.frame = None
         gc.unfreeze()
+        problem = None
         with contextlib.ExitStack() as stack:  # if one of these fails, the others still run
             stack.callback(signals.restore, self.handlers)
+            stack.callback(setattr, threading, "excepthook", self.excepthook)
             stack.callback(distributed.leave)
             stack.callback(self.envs.close)
             if self.lock:
@@ -212,8 +251,13 @@ class Run:
             if self.snapshot and self.leads:
                 stack.callback(self.close_writer)
                 if self.snapshot is not self.saved:
-                    self.save_checkpoint()
-        if kind in (None, KeyboardInterrupt) and self.snapshot:
+                    problem = self.save_at_the_end()
+        if problem and kind in (None, KeyboardInterrupt):
+            raise NotSaved(problem)
+        if problem and problem != str(error):  # beside the error that ended the run
+            with contextlib.suppress(OSError):
+                print(f"\n{problem}", flush=True)
+        elif kind in (None, KeyboardInterrupt) and self.snapshot:
             distributed.note_run(None)
             script = f"python {self.script.name}"
             if self.global_step < self.total or kind:
@@ -263,7 +307,8 @@ class Run:
             script are kept too, if they are not in `keep`
         episodes: the same for the running episodes, with a row for each slot: restored only if the envs can continue
             their episodes. Arrays become 0 where an episode can't be continued; cut(slots) of an object is called
-        large: the same for large objects with state() and restore(): saved in separate files
+        large: the same for large objects with state() and restore(): saved in separate files, after the checkpoint. If
+            a file is not of the same moment as the checkpoint, cut(slots) of the object is called with all slots
         play: see evaluate.evaluate()
         description: printed in the first line
         """
@@ -309,10 +354,9 @@ class Run:
             f"{self.folder}: {how}; {description}; {self.update_description}tensorboard --logdir runs",
             flush=True,
         )
-        obs, infos = first or self.envs.reset(
-            seed=self.args.seed + self.global_step + self.first_env
-        )
+        obs, infos = first or self.envs.reset(seed=self.envs_seed)
         self.snapshot = self.state()
+        self.may_be_infinite = set(self.names_not_finite(self.snapshot))
         if self.args.capture_video and not self.resumed and self.leads:
             self.record_video()
         self.last = time.perf_counter()
@@ -381,7 +425,8 @@ class Run:
         parameters, buffers = self.kept_tensors()
         distributed.broadcast(*(x.data for x in parameters), *buffers)
         if not self.leads:
-            torch.manual_seed(self.args.seed + self.global_step + distributed.RANK)
+            seed = derive_seed(self.args.seed, self.global_step + distributed.RANK)
+            torch.manual_seed(seed)
 
     def make_folder(self):
         name = re.sub(r"[^\w.+-]+", "-", self.args.env_id.split(":")[-1])
@@ -394,6 +439,7 @@ class Run:
             )
         self.folder.mkdir(parents=True)
         self.lock = Lock(self.folder)
+        self.run_id = secrets.token_hex(8)
         shutil.copy(self.script, self.folder)
 
         packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
@@ -406,6 +452,8 @@ class Run:
                 command, cwd=where, capture_output=True, text=True
             ).stdout.strip()
             config["commit"] = commit or None
+        if self.resumed:
+            config["resumed_from"] = {"file": str(self.resumed[0]), "decisions": self.global_step}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def open_writer(self, reopen=False):
@@ -424,7 +472,8 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter
 
         # Points that were logged after the checkpoint will be logged again
-        purge_step = self.global_step + 1 if self.resumed or reopen else None
+        in_place = self.checkpoint_step is not None
+        purge_step = self.global_step + 1 if in_place or reopen else None
         self.writer = SummaryWriter(self.folder, purge_step=purge_step)
         if purge_step is None:
             rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
@@ -433,8 +482,24 @@ class Run:
     def close_writer(self):
         writer = self.writer
         self.writer = None
-        with contextlib.suppress(Exception):
+        if writer is None:
+            return
+        try:
             writer.close()
+        except Exception as error:
+            self.report_lost_points(error)
+
+    def report_lost_points(self, error):
+        line = f"The log could not be written, some points of the curves are lost: {error}"
+        self.report("log", line)
+
+    def report(self, what, line, interval=REPORT_SECONDS):
+        """Print a line about something that failed, at most once in `interval` seconds."""
+        now = time.monotonic()
+        if now >= self.reported.get(what, -math.inf) + interval:
+            self.reported[what] = now
+            with contextlib.suppress(OSError):
+                print(f"\n{line}", flush=True)
 
     # The training loop
 
@@ -651,20 +716,17 @@ class Run:
         if not self.leads:
             return
         try:
-            if self.writer is None:
+            if self.writer is None:  # it failed before
+                check_room(self.folder)
                 self.open_writer(reopen=True)
             for name, x in scalars.items():
                 if np.size(x) == 1:
                     self.writer.add_scalar(name, x, self.global_step)
                 else:
                     self.writer.add_histogram(name, x, self.global_step)
-        except (
-            Exception
-        ) as error:  # the writer's thread has ended, for example because the disk is full
-            print(
-                f"\nThe log could not be written, some points of the curves are lost: {error}",
-                flush=True,
-            )
+        except Exception as error:
+            # The writer's thread has ended, for example because the disk is full
+            self.report_lost_points(error)
             self.close_writer()
 
     def end_iteration(self):
@@ -682,8 +744,15 @@ class Run:
             self.frozen = True
         if self.finished() or time.perf_counter() >= self.due_at:
             self.show(self.finished())
-        if self.leads and self.crossed(self.args.checkpoint_interval, self.saved_step):
+        if (
+            self.leads
+            and self.crossed(self.args.checkpoint_interval, self.saved_step)
+            and time.perf_counter() >= self.retry_at
+        ):
             self.save_checkpoint()
+            if self.failed and not self.finished():
+                again = "free some space; the run continues and tries again"
+                self.report("checkpoint", f"{self.failure()}; {again}")
         if (
             self.leads
             and self.args.capture_video
@@ -721,6 +790,8 @@ class Run:
             "global_step": self.global_step,
             "recent": self.recent,
             "best": self.best,
+            "run": self.run_id,
+            "files": {},
             "large": {},
             "kept": {name: copy_state(thing) for name, thing in self.keep.items()},
             "running": {name: copy_state(thing) for name, thing in self.keep_episodes.items()},
@@ -732,17 +803,40 @@ class Run:
 
     def restore(self):
         """Restore the checkpoint. Return observations and infos if the envs continue their episodes, else None."""
-        path, state = self.resumed
+        path, state = self.resumed = self.latest_checkpoint(*self.resumed)
         self.folder = path.parent
-        self.lock = Lock(self.folder) if self.leads else None
-        if (
-            load(path, self.script)[1]["global_step"] != self.global_step
-        ):  # another process had the lock until now
-            raise ValueError(f"{path} has changed in the meantime: resume again")
+        in_place = is_run(path)
+        if in_place:
+            self.lock = Lock(self.folder) if self.leads else None
+            if (
+                load(path, self.script)[1]["global_step"] != self.global_step
+            ):  # another process had the lock until now
+                raise ValueError(f"{path} has changed in the meantime: resume again")
+            self.run_id = state.get("run") or secrets.token_hex(8)
+            self.large_files = {
+                name: file for name, file in state["large"].items() if self.is_own_file(file, name)
+            }
+            self.files = {
+                file: step
+                for file, step in state.get("files", {}).items()
+                if self.is_own_file(file, "checkpoint", *self.large) and isinstance(step, int)
+            }
+            for file in self.large_files.values():  # "files" is missing in an earlier version
+                self.files.setdefault(file, self.global_step)
+            self.checkpoint_step = self.global_step
+            if self.leads:
+                for leftover in self.folder.glob("videos/.*.tmp.*"):  # of a process that was killed
+                    leftover.unlink(missing_ok=True)
         if self.global_step >= self.total:
             raise ValueError(
                 f"{path} has {self.global_step} decisions: give a larger --total-timesteps to continue"
             )
+        if not in_place:
+            self.best = -math.inf
+            if self.leads:
+                self.make_folder()
+                why = "not the latest checkpoint of a run's folder"
+                print(f"{path} is {why}: the run continues in {self.folder}", flush=True)
         if state["fingerprint"] != self.fingerprint:
             print(
                 f"{self.script.name} has changed since {path} was written: continuing with the script as it is now"
@@ -768,17 +862,8 @@ class Run:
             print(f"Arguments as the training loop had changed them: {names}", flush=True)
         set_attributes(self.agent, state["agent_attributes"])
         self.frame.f_globals.update(state["script_numbers"])
-        for name, file in state["large"].items():
-            file = self.folder / file
-            if name in self.large and file.exists():
-                try:
-                    self.large[name].restore(
-                        torch.load(file, map_location="cpu", weights_only=True)
-                    )
-                except Exception:
-                    raise ValueError(
-                        f"{file} is incomplete: delete it to continue with a new one"
-                    ) from None
+        for name, thing in self.large.items():
+            self.restore_large(name, thing)
         if distributed.SIZE > 1:  # the envs of all ranks start new episodes
             return None
         set_random_state(state["random"])
@@ -799,50 +884,257 @@ class Run:
                     thing.cut(slots)
         return obs, infos
 
+    def latest_checkpoint(self, path, state):
+        """Return the path and the content of checkpoint.pt if it has the same state as the file to resume. best.pt and
+        numbered checkpoints do not refer to the large files."""
+        latest = path.with_name("checkpoint.pt")
+        if path.name == latest.name or not is_run(latest) or not latest.exists():
+            return path, state
+        try:
+            latest_state = load(latest, self.script)[1]
+        except ValueError:  # checkpoint.pt is damaged, and this file is not
+            return path, state
+        same_run = latest_state.get("run") == state.get("run")
+        if same_run and latest_state["global_step"] == state["global_step"]:
+            return latest, latest_state
+        return path, state
+
+    def is_own_file(self, file, *names):
+        """Return whether a checkpoint may name this file: it can't name files in other folders, for example."""
+        name, _, number = str(file).removesuffix(".pt").rpartition("_")
+        return name in names and number.isdecimal() and f"{name}_{number}.pt" == file
+
+    def restore_large(self, name, thing):
+        """Restore an object from its own file. It stays as it is, with a message, if there is no such file."""
+        path, state = self.resumed
+        if not self.is_own_file(state["large"].get(name), name):
+            print(f"{path} has no {name}: it starts empty", flush=True)
+            return
+        file = path.with_name(state["large"][name])
+        if not file.exists():
+            print(f"{file} is missing: {name} starts empty", flush=True)
+            return
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            if "run" not in state:  # a checkpoint of an earlier version
+                thing.restore(saved)
+                return
+            of_this_run = saved["run"] == state["run"]
+            step = saved["global_step"]
+            if of_this_run:
+                thing.restore(saved["state"])
+        except Exception:
+            raise ValueError(
+                f"{file} is incomplete: delete it to continue with a new one"
+            ) from None
+        if not of_this_run:
+            print(f"{file} belongs to another run: {name} starts empty", flush=True)
+        elif step != self.global_step:
+            of = f"{step:,} decisions, and {path.name} of {self.global_step:,}"
+            print(f"{file} is of {of}: the run continues with both", flush=True)
+            if hasattr(thing, "cut"):  # its running episodes are not those of the checkpoint
+                thing.cut(range(self.envs.num_envs))
+
+    def names_not_finite(self, state):
+        """Yield the names of values in a state that are not finite. States of envs are not checked."""
+        yield from not_finite(state["kept"], "")
+        yield from not_finite(state["running"], "")
+        for name in ("episodes", "recent", "changed_args", "agent_attributes", "script_numbers"):
+            yield from not_finite(state[name], name)
+
+    def check_finite(self, state, large):
+        """Raise an error if a state must not replace a good checkpoint."""
+        names = [*self.names_not_finite(state), *not_finite(large, "")]
+        bad = [name for name in names if name not in self.may_be_infinite]
+        if bad:
+            fix = "train again with a smaller learning rate"
+            if self.checkpoint_step is not None:
+                last = f"{self.folder}/checkpoint.pt has {self.checkpoint_step:,} decisions"
+                fix = f"{last}, resume from there, or {fix}"
+            raise FloatingPointError(
+                f"iteration {state['iteration']}: {bad[0]} is not finite, and this state is not saved: {fix}"
+            )
+
     def save_checkpoint(self):
-        """Write the last snapshot. If the disk is full, the run continues."""
+        """Write the last snapshot and what belongs to it. `self.failed` has what could not be written: the run
+        continues when the disk is full."""
+        started = time.perf_counter()
         with contextlib.suppress(Exception):
             self.writer.flush()
         state = self.snapshot
         step = state["global_step"]
-        mean = float(np.mean(self.since_checkpoint)) if self.since_checkpoint else -math.inf
-        is_best = mean > self.best
-        self.best = max(mean, self.best)
-        self.since_checkpoint = []
-        state["best"] = self.best
-        state["large"] = {name: f"{name}_{step}.pt" for name in self.large}
-        try:
-            for name, thing in self.large.items():
-                save(self.folder / state["large"][name], thing.state())
-            names = ["checkpoint.pt"]
-            if is_best:
-                names.append("best.pt")
-            if self.args.keep_checkpoints > 1:
-                names.append(f"checkpoint_{step}.pt")
-            for name in names:
-                save(self.folder / name, state)
-            self.saved = state
-            self.remove_old_files(state)
-        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
-            kept = f"the checkpoint of {self.saved_step} decisions is still there"
-            print(f"\nThe checkpoint could not be saved, {kept}: {error}", flush=True)
-        self.saved_step = step
+        large = {name: thing.state() for name, thing in self.large.items()}
+        self.check_finite(state, large)
+        if self.since_checkpoint:
+            mean = float(np.mean(self.since_checkpoint))
+            if mean > max(self.best, self.new_best["best"] if self.new_best else -math.inf):
+                self.new_best = state | {"best": mean}
 
-    def remove_old_files(self, state):
-        numbered = sorted(self.folder.glob("checkpoint_*.pt"), key=os.path.getmtime)
-        old = numbered[: -self.args.keep_checkpoints]
-        old += [file for name in self.large for file in self.folder.glob(f"{name}_*.pt")]
-        for file in old:
-            if file.name not in state["large"].values():
-                file.unlink()
+        # The weights first: a large file may take all of the room. checkpoint.pt refers only to files that are complete
+        self.failed = {}
+        before = self.on_disk()
+        if self.write_checkpoint(state):
+            if self.new_best and self.write_file("best.pt", self.new_best):
+                self.best = self.new_best["best"]
+                self.new_best = None
+            if self.args.keep_checkpoints > 1:
+                self.write_numbered(state)
+            self.write_large(large, step)
+            if self.on_disk() != before and not self.write_checkpoint(state):
+                self.forget_large(before["large"])
+
+        if self.failed:
+            # Spend at most a third of the time on files that can't be written
+            now = time.perf_counter()
+            self.retry_at = now + 2 * (now - started)
+            return
+        self.saved = state
+        self.saved_step = step
+        self.since_checkpoint = []
+        self.remove_old_files()
+        if self.reported.pop("checkpoint", None):
+            line = f"Saved {self.folder}/checkpoint.pt with {step:,} decisions"
+            self.report("saved", line, interval=0)
+
+    def on_disk(self):
+        """Return what a checkpoint says about the other files of the run."""
+        return {"best": self.best, "files": dict(self.files), "large": dict(self.large_files)}
+
+    def write_checkpoint(self, state):
+        written = self.write_file("checkpoint.pt", state | self.on_disk())
+        if written:
+            self.checkpoint_step = state["global_step"]
+        return written
+
+    def write_numbered(self, state):
+        name = f"checkpoint_{state['global_step']}.pt"
+        if self.write_file(name, state | {"best": self.best}):
+            self.files[name] = state["global_step"]
+
+    def write_file(self, name, content):
+        """Write a file of the run. Return whether that succeeded."""
+        try:
+            save(self.folder / name, content)
+        except (OSError, RuntimeError) as error:
+            self.failed[name] = str(error).splitlines()[0]
+            return False
+        return True
+
+    def write_large(self, large, step):
+        """Write the states of the large objects."""
+        for name, thing in large.items():
+            file = f"{name}_{step}.pt"
+            content = {"run": self.run_id, "global_step": self.global_step, "state": thing}
+            if self.write_file(file, content):
+                self.files[file] = step
+                self.large_files[name] = file
+
+    def forget_large(self, before):
+        """Remove large files that left no room for the checkpoint that refers to them."""
+        for name, file in list(self.large_files.items()):
+            if before.get(name) != file:
+                (self.folder / file).unlink(missing_ok=True)
+                del self.files[file]
+        self.large_files = before
+
+    def failure(self):
+        """Return what could not be written, and what the files have instead."""
+        step = self.snapshot["global_step"]
+        checkpoint = f"{self.folder}/checkpoint.pt"
+        if self.checkpoint_step is None:
+            there = f"there is no {checkpoint}"
+        else:
+            there = f"{checkpoint} has {self.checkpoint_step:,} of {step:,} decisions"
+        for name in self.large:
+            if self.checkpoint_step is not None and name in self.large_files:
+                there += f", {name} is in {self.large_files[name]}"
+            elif self.checkpoint_step is not None:
+                there += f", {name} is not saved"
+        name, error = next(iter(self.failed.items()))
+        return f"{self.folder}/{name} could not be written ({error}): {there}"
+
+    def save_at_the_end(self):
+        """Write the last snapshot. Wait for room on the disk, until a signal arrives or END_SECONDS have passed.
+        Return a line about what is not saved, or None."""
+        gave_up = []
+        end = time.monotonic() + END_SECONDS
+        while True:
+            try:
+                self.save_checkpoint()
+            except FloatingPointError as error:
+                return str(error)
+            left = end - time.monotonic()
+            if not self.failed:
+                return None
+            if gave_up or left <= 0:
+                resume = f"python {self.script.name} --resume {self.folder}"
+                fix = "train again" if self.checkpoint_step is None else f"resume with {resume}"
+                return f"{self.failure()}; free some space and {fix}"
+            how = f"waiting {left:.0f} s for room on the disk, press Ctrl-C to give up"
+            self.report("end", f"{self.failure()}; {how}", interval=10)
+            signals.handle(lambda number, _: gave_up.append(number))
+            next_try = time.monotonic() + min(1, left)
+            while time.monotonic() < next_try and not gave_up:
+                time.sleep(0.05)
+
+    def remove_old_files(self):
+        """Remove numbered checkpoints beyond --keep-checkpoints, and large files that no checkpoint refers to. Only
+        files that this run has written are removed."""
+        large = self.large_files.values()
+        numbered = sorted((step, name) for name, step in self.files.items() if is_numbered(name))
+        old = [name for _, name in numbered[: -self.args.keep_checkpoints]]
+        old += [name for name in self.files if not is_numbered(name) and name not in large]
+        for name in old:
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+                del self.files[name]
 
     def record_video(self):
         self.video_step = self.global_step
         path = self.folder / "videos" / f"{self.global_step}.mp4"
         try:
             record_video(self.args, self.make_envs, self.play, self.agent, self.spec, path)
-        except OSError as error:
-            print(f"\n{path} could not be written: {error}", flush=True)
+        except (OSError, ValueError, EngineError) as error:
+            # The first video shows that a package is missing, before any work is done
+            if self.global_step == 0 and not isinstance(error, OSError):
+                raise
+            print(f"\n{path} could not be recorded: {error}", flush=True)
+
+
+class Output:
+    """The standard output, without errors on a full disk: a line that can't be written is lost. A reader that is gone,
+    as with `| head`, is still an error."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, function, *args):
+        try:
+            function(*args)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+    def release(self):
+        """Return the stream. What is left in its buffer and can't be written is dropped: it would be an error when the
+        interpreter exits."""
+        try:
+            self.stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as devnull:
+                os.dup2(devnull.fileno(), self.stream.fileno())
+        return self.stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def main(
@@ -853,6 +1145,7 @@ def main(
     signals.handle(raise_interrupt)
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w")
+    sys.stdout = Output(sys.stdout)
     folder = distributed.interrupted_run()
     if folder and Path(folder, "checkpoint.pt").exists():
         sys.argv[1:] = ["--resume", folder]
@@ -880,7 +1173,7 @@ def main(
                 evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
-    except (ValueError, EngineError, FloatingPointError, MemoryError) as error:
+    except (ValueError, EngineError, FloatingPointError, MemoryError, NotSaved) as error:
         raise SystemExit(f"\n{error}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
@@ -894,4 +1187,6 @@ def main(
             raise
         raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
     finally:
+        if isinstance(sys.stdout, Output):
+            sys.stdout = sys.stdout.release()
         signals.handle(signal.SIG_IGN)  # a signal would only change the exit code now

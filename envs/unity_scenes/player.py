@@ -39,7 +39,13 @@ from PIL import Image
 # The file is launched as a program, like a Unity build, from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering
+from envs.rendering import (
+    NEEDS_GL,
+    check_video,
+    choose_gl,
+    disable_expensive_rendering,
+    video_writer,
+)
 from onefile_rl.engines.scenes import SCENES
 from onefile_rl.engines.unity_wire import UnityMessageProto, Wire
 
@@ -355,10 +361,15 @@ def play_at_random(args):
         )
 
     academy = Academy(scene, scene.num_agents, at_random)
-    with Video(args, scene) as video:
-        for _ in range(int(args.seconds / scene.dt)):
-            academy.step()
-            video.after_step()
+    try:
+        with Video(args, scene) as video:
+            for _ in range(int(args.seconds / scene.dt)):
+                academy.step()
+                video.after_step()
+        check_video(args.render)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"{args.render} could not be written: {reason}") from None
     print(f"Wrote {args.render}: {args.seconds:g} s of {args.scene} with random actions")
 
 
@@ -369,8 +380,6 @@ class Video:
     """
 
     def __init__(self, args, scene):
-        import imageio
-
         self.scene = scene
         self.size = (args.height, args.width)
         self.steps = 0
@@ -386,7 +395,7 @@ class Video:
         else:
             self.every = 1
         fps = getattr(scene, "video_fps", 1 / (self.every * scene.dt))
-        self.writer = imageio.get_writer(args.render, fps=fps, macro_block_size=2)
+        self.writer = video_writer(args.render, fps, macro_block_size=2)
 
     def after_step(self):
         """Append a frame if one is due."""

@@ -1,6 +1,7 @@
 """Safety: untrusted checkpoints, full disks, non-finite numbers, signals and crashes, and concurrent processes."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,19 +10,20 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import parity_env  # noqa: F401
 import pytest
 import torch
-from conftest import ROOT, call, curve, stop_after, train
+from conftest import ROOT, call, curve, needs_gl, stop_after, train
 
 import ppo_continuous_multiagent as ppo
 import ppo_pixel as pixel
 from envs.make import SyncEnvs, make_envs
 from envs.pixels import PixelEnvs
-from onefile_rl import checkpoints, export, runs
+from onefile_rl import actor_processes, checkpoints, evaluate, export, runs
 from onefile_rl.engines.scenes import EngineError
 
 SMALL = dict(
@@ -180,12 +182,116 @@ def test_a_temporarily_full_disk_does_not_end_the_run(small_disk, monkeypatch, c
     monkeypatch.setattr(runs.Run, "end_iteration", settled)
     folder = train(total_timesteps=64 * 20, hidden_sizes=(64, 64))
     out = capsys.readouterr().out
-    assert "The checkpoint could not be saved, the checkpoint of" in out
+    failed = r"checkpoint.pt could not be written \(\[Errno 28\] No space left on device\)"
+    assert re.search(failed + r": .*/checkpoint.pt has 192 of 256 decisions", out)
+    assert "checkpoint.pt with 640 decisions" in out, "saved again at the first iteration with room"
     assert seen[0] == seen[-1] == 64 * 3 and load(folder)["global_step"] == 64 * 20
     assert not list(folder.glob(".*.tmp"))
     assert [step for step, _ in curve(folder)["losses/policy_loss"]][-5:] == [
         64 * k for k in range(16, 21)
     ]
+
+
+def test_a_full_disk_at_the_end_is_reported_and_ends_with_an_error(small_disk):
+    """The first Ctrl-C ends the training, and the run waits for room. The second one ends the wait."""
+    with start(*LINE[:-1], 1) as process:
+        (folder,) = wait_for(lambda: list(Path("runs").glob("*")))
+        wait_for((folder / "checkpoint.pt").exists)
+        fill()
+        process.send_signal(signal.SIGINT)
+        seen = []
+        while "press Ctrl-C to give up" not in "".join(seen):
+            seen.append(process.stdout.readline())
+            assert seen[-1], process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Resume with" not in out
+    step = load(folder)["global_step"]
+    assert f"{folder}/checkpoint.pt could not be written" in err and len(err.splitlines()) == 2
+    assert f"{folder}/checkpoint.pt has {step:,} of " in err and f"--resume {folder}" in err
+
+
+def test_actors_keep_their_weights_on_a_full_disk(small_disk, capsys):
+    """The learner continues, reports it once, and the next state replaces the file when there is room."""
+    space = gym.spaces.Box(-1, 1, (1,))
+    envs = SimpleNamespace(num_envs=1, single_observation_space=space, single_action_space=space)
+    actors = actor_processes.ActorProcesses(SimpleNamespace(num_actors=1), 1, "x.py", envs)
+    actors.folder = small_disk
+    actors.processes = {0: None}
+    weights = lambda: torch.load(small_disk / actor_processes.WEIGHTS)["x"][0]
+    actors.push({"x": torch.full((10_000,), 1.0)})
+    fill()
+    for _ in range(3):
+        actors.push({"x": torch.full((10_000,), 2.0)})
+    assert weights() == 1
+    Path("ballast").unlink()
+    actors.push({"x": torch.full((10_000,), 3.0)})
+    assert weights() == 3 and not list(small_disk.glob(".*"))
+    out = capsys.readouterr().out
+    assert out.count("weights.pt could not be written ([Errno 28] No space left on device)") == 1
+    fill()
+    actors.processes = {}
+    with pytest.raises(ValueError, match="weights.pt can't be written: .*No space left"):
+        actors.launch(small_disk, {}, np.zeros(1), {"x": torch.full((1_000_000,), 1.0)})
+
+
+@needs_gl
+def test_a_video_that_cannot_be_written_does_not_end_the_run(small_disk, monkeypatch, capsys):
+    """The message says that the disk is full. A video that was requested alone is an error."""
+
+    def without_room(*args):
+        fill()
+        try:
+            evaluate.record_video(*args)
+        finally:
+            Path("ballast").unlink()
+
+    monkeypatch.setattr(runs, "record_video", without_room)
+    folder = train(
+        env_id="InvertedPendulum-v5", total_timesteps=64, capture_video=True, video_interval=64
+    )
+    out = capsys.readouterr().out
+    for step in (0, 64):
+        failed = f"{folder}/videos/{step}.mp4 could not be recorded: "
+        assert f"{failed}[Errno 28] No space left on device\n" in out
+    assert "OpenGL" not in out and load(folder)["global_step"] == 64
+    fill()
+    with pytest.raises(SystemExit, match="evaluation.mp4 could not be written: .*No space left"):
+        call(monkeypatch, "--evaluate", folder, "--eval-episodes", 1, "--capture-video")
+    assert "Wrote" not in capsys.readouterr().out and not list((folder / "videos").iterdir())
+
+
+def test_an_output_that_cannot_be_written_does_not_end_the_run():
+    """The output is a file, and the disk is full."""
+    command = [sys.executable, str(ROOT / "ppo_continuous_multiagent.py")]
+    command += [*map(str, LINE[:-4]), "--total-timesteps", "512"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    with open("/dev/full", "w") as full:
+        out = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (out.returncode, out.stderr) == (0, "")
+    assert load(next(Path("runs").iterdir()))["global_step"] == 512
+
+
+def test_the_log_is_written_again_when_there_is_room(small_disk):
+    """The thread of TensorBoard's writer ends, without a traceback, and the run opens another one."""
+    line = [*LINE[:-1], 10**6]
+    with start(*line) as process:
+        folder = until_it_learns(process)
+        fill()
+        seen = []
+        while "The log could not be written, some points of the curves are lost" not in "".join(
+            seen
+        ):
+            seen.append(process.stdout.readline())
+            assert seen[-1], process.stderr.read()
+        Path("ballast").unlink()
+        wait_for(lambda: len(list(folder.glob("events*"))) == 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and err == ""
+    assert curve(folder)["losses/policy_loss"][-1][0] == load(folder)["global_step"]
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(monkeypatch, capsys):
@@ -235,6 +341,29 @@ def test_an_export_is_complete_or_does_not_exist(small_disk, monkeypatch):
     with pytest.raises(SystemExit, match=r"policy.onnx can't be written: .*"):
         call(monkeypatch, "--export", folder)
     assert not (folder / "policy.onnx").exists() and not list(folder.glob(".*.tmp"))
+
+
+def test_an_export_for_godot_is_complete_or_an_error(monkeypatch):
+    folder = train(total_timesteps=64)
+
+    def full(model, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "export", lambda *_: None)
+    monkeypatch.setattr(export, "is_for_godot", lambda spec: True)
+    monkeypatch.setattr(export, "export_for_gdscript", full)
+    with pytest.raises(SystemExit, match=r"policy.json can't be written: .*No space left"):
+        call(monkeypatch, "--export", folder)
+
+
+@needs_gl
+def test_a_video_of_a_scene_is_complete_or_an_error(small_disk):
+    fill()
+    command = [sys.executable, "-m", "envs.unity_scenes.player", "--scene", "3DBall"]
+    command += ["--render", str(small_disk / "scene.mp4"), "--seconds", "0.2"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 1 and "Wrote" not in out.stdout
+    assert "scene.mp4 could not be written: " in out.stderr and "Traceback" not in out.stderr
 
 
 def test_a_network_that_cannot_be_exported_is_one_line(monkeypatch):
@@ -566,8 +695,10 @@ def test_processes_that_start_together_use_the_same_secret(monkeypatch, tmp_path
 def test_temporary_files_of_a_killed_process_are_removed(monkeypatch):
     folder = train(total_timesteps=64)
     (folder / ".checkpoint.pt.12345.tmp").write_bytes(b"half")
+    (folder / "videos").mkdir()
+    (folder / "videos" / ".64.12345.tmp.mp4").write_bytes(b"half")
     call(monkeypatch, "--resume", folder, "--total-timesteps", 128)
-    assert not list(folder.glob(".*.tmp"))
+    assert not list(folder.glob(".*.tmp")) and not list((folder / "videos").iterdir())
 
 
 # The command line
