@@ -7,6 +7,7 @@ unity.py and godot.py implement the protocols of their engines on top of this mo
 """
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,12 +18,14 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from onefile_rl import signals
 from onefile_rl.engines.scenes import EngineError
 
 GRACE = 5  # seconds that a game has to exit after the message that tells it to
 LARGEST_MESSAGE = (
     2**29
 )  # bytes; far above any scene's messages, so that a faulty peer cannot fill the memory
+SLICE = 0.2  # seconds of a wait after which it is checked whether the run was asked to stop
 SPIN_SECONDS = 1.5e-3 if hasattr(os, "sched_yield") else 0
 DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)  # not available on Windows
 
@@ -57,6 +60,7 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.buffer = bytearray()
+        self.gave_up = False  # whether a wait for the peer ended without success
 
     def close(self):
         self.sock.close()
@@ -90,16 +94,84 @@ class Stream:
             sent = self.sock.send(data, DONTWAIT) if DONTWAIT else 0
         except BlockingIOError:
             sent = 0
-        if sent < len(data):
-            self._before(deadline, self.sock.sendall, memoryview(data)[sent:])
+        while sent < len(data):
+            sent += self._before(deadline, self.sock.send, memoryview(data)[sent:])
 
     def _before(self, deadline, call, argument):
-        """Call a method of the socket with the timeout that is left until `deadline`."""
-        self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+        """Call a method of the socket, which waits until `deadline`, or until a signal ends the run."""
+        started = time.monotonic()
         try:
-            return call(argument)
+            while True:
+                left = SLICE if deadline is None else deadline - time.monotonic()
+                self.sock.settimeout(max(min(left, SLICE), 1e-3))
+                try:
+                    return call(argument)
+                except TimeoutError:
+                    if left < SLICE:
+                        raise
+                    signals.check_stop(started)
+        except (TimeoutError, KeyboardInterrupt):
+            self.gave_up = True
+            raise
         finally:
             self.sock.settimeout(None)
+
+
+class Lines:
+    """The lines that a process writes to `pipe`. Reading a line has a deadline, even in the middle of the line."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+        self.poll = select.poll()
+        self.poll.register(pipe, select.POLLIN)
+        self.buffer = bytearray()
+        self.searched = 0  # bytes of the buffer without a line break
+
+    def fill(self):
+        """Append the bytes that have arrived to the buffer. Return False if the process has closed the pipe."""
+        chunk = os.read(self.pipe.fileno(), 1 << 16)
+        self.buffer += chunk
+        return bool(chunk)
+
+    def pop(self):
+        """Return the next line in the buffer without its line break, or None if there is no whole line."""
+        end = self.buffer.find(b"\n", self.searched)
+        if end < 0:
+            self.searched = len(self.buffer)
+            return None
+        line = bytes(self.buffer[:end])
+        del self.buffer[: end + 1]
+        self.searched = 0
+        return line
+
+    def read(self, timeout):
+        """Wait for a line. Return None if the process closed the pipe, and raise TimeoutError after `timeout` s."""
+        started = time.monotonic()
+        while (line := self.pop()) is None:
+            if self.poll.poll(1000 * min(timeout, SLICE)):
+                if not self.fill():
+                    return None
+            elif time.monotonic() > started + timeout:
+                raise TimeoutError("timed out")
+            else:
+                signals.check_stop(started)
+        return line
+
+
+def write_line(pipe, line, timeout):
+    """Write `line` and a line break to the pipe of a process. Raise TimeoutError if it does not read it in time."""
+    started = time.monotonic()
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    data = memoryview(line + b"\n")
+    while data:
+        if poll.poll(1000 * min(timeout, SLICE)):
+            sent = os.write(pipe.fileno(), data[: select.PIPE_BUF])  # this many do not block
+            data = data[sent:]
+        elif time.monotonic() > started + timeout:
+            raise TimeoutError("timed out")
+        else:
+            signals.check_stop(started)
 
 
 def find_build(path, error):
@@ -209,6 +281,21 @@ def process_tree(leader):
     return found
 
 
+def kill_tree(process):
+    """Kill a process that leads a session, and all processes that it has started.
+
+    On Windows, only the process itself is killed.
+    """
+    for pid in process_tree(process.pid):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
 def find_peer(sock):
     """Return the user id and the inode of the local socket that `sock` is connected to, or None if it is closed.
 
@@ -313,7 +400,8 @@ class Process:
         `make_wire(sock, seconds)` returns the wire for a connection; it raises an OSError if the peer does not speak
         the protocol.
         """
-        deadline = time.monotonic() + self.timeout
+        started = time.monotonic()
+        deadline = started + self.timeout
         rejected = 0
         self.listener.settimeout(0.1)
         while self.wire is None:
@@ -327,6 +415,7 @@ class Process:
             try:
                 sock = self.listener.accept()[0]
             except TimeoutError:
+                signals.check_stop(started)
                 continue
             except OSError as error:
                 raise self.error(f"failed to connect: {error}") from None
@@ -406,20 +495,10 @@ class Process:
         return self.process.returncode
 
     def end(self):
-        """Kill the process and all processes that it has started. A build is often started by a script.
-
-        On Windows, only the process itself is killed.
-        """
+        """Kill the process and all processes that it has started. A build is often started by a script."""
         if self.ended:
             return
-        for pid in process_tree(self.process.pid):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
+        kill_tree(self.process)
         with suppress(subprocess.TimeoutExpired):  # missing permission, or blocked in the kernel
             self.process.wait(GRACE)
         self.ended = True
@@ -432,7 +511,7 @@ class Process:
                 with suppress(OSError):
                     self.wire.send(goodbye, 1)
                 self.wire.close()
-            if self.process and self.wire:
+            if self.process and self.wire and not self.wire.gave_up:
                 self.exit_code(GRACE)
         finally:  # also after an interrupt
             if self.process:

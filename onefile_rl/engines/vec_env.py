@@ -30,7 +30,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from onefile_rl.engines.process import PlayerGone, close_all, defer_signals, exit_on_signals
+from onefile_rl import signals
+from onefile_rl.engines.process import (
+    SLICE,
+    PlayerGone,
+    close_all,
+    defer_signals,
+    exit_on_signals,
+)
 from onefile_rl.engines.scenes import EngineError
 
 
@@ -277,13 +284,11 @@ class EngineVecEnv(VectorEnv):
         deadline = time.monotonic() + self.timeout
         waiting = self._waiting
         while waiting:
-            if len(waiting) == 1:
-                arrived = list(waiting)
-            else:
-                arrived, _, _ = select.select(waiting, [], [], self.timeout)
+            arrived = list(waiting) if len(waiting) == 1 else self._wait_for_any()
             if not arrived:
                 sock, player = next(iter(waiting.items()))
                 del waiting[sock]
+                player.wire.gave_up = True
                 self._restart(player, player.no_answer())
             for sock in arrived:
                 player = waiting[sock]
@@ -296,6 +301,25 @@ class EngineVecEnv(VectorEnv):
                 if is_ready:
                     del waiting[sock]
                     player.failures = 0
+
+    def _wait_for_any(self):
+        """Return the sockets of the players that have answered. The list is empty if none did before the timeout."""
+        started = time.monotonic()
+        arrived = []
+        while not arrived and (left := started + self.timeout - time.monotonic()) > 0:
+            arrived, _, _ = select.select(self._waiting, [], [], min(left, SLICE))
+            if not arrived:
+                self._check_stop(started)
+        return arrived
+
+    def _check_stop(self, started):
+        """End the wait for the players that began at `started` if the run was asked to stop."""
+        try:
+            signals.check_stop(started)
+        except KeyboardInterrupt:
+            for player in self._waiting.values():  # do not wait for them when they are closed
+                player.wire.gave_up = True
+            raise
 
     def _receive_from(self, player, deadline):
         """Receive one message of a player. Return whether an agent requests a decision in it."""
