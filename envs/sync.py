@@ -8,7 +8,7 @@ import numpy as np
 
 from envs import attributes
 from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 MAX_REPLAY_STEPS = 100_000  # longer episodes are not kept for a resume
 
@@ -49,7 +49,7 @@ class SyncEnvs:
         )
 
     def reset(self, seed):
-        seeds = [seed + i for i in range(self.num_envs)]
+        seeds = [derive_seed(seed, i) for i in range(self.num_envs)]
         observations = []
         self.episodes = []
         for env, env_seed in zip(self.envs, seeds, strict=True):

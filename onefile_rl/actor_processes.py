@@ -42,7 +42,7 @@ from onefile_rl import distributed, signals
 from onefile_rl.arguments import from_plain, to_plain
 from onefile_rl.checkpoints import plain, replacing
 from onefile_rl.engines.process import SLICE, Lines, PlayerGone, kill_tree
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 WEIGHTS = "weights.pt"
 # An actor that has sent nothing for this many times --timeout-wait hangs. Its players have a
@@ -121,11 +121,12 @@ class ActorProcesses:
     def start(self, number):
         """Start the process with this number, and tell it what to do."""
         first_place = number * self.envs_per_actor
+        seed = derive_seed(self.seed, 10_000 * (number + 1) + 1_000 * self.restarts)
         job = {
             "script": self.script,
             "args": to_plain(self.args),
             "spec": plain(self.spec),
-            "seed": self.seed + 10_000 * (number + 1) + 1_000 * self.restarts,
+            "seed": seed,
             "weights": str(self.folder / WEIGHTS),
             "memory": self.memory_path,
             "num_places": self.num_envs,

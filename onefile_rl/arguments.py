@@ -27,7 +27,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from onefile_rl import distributed, fast
 from onefile_rl.checkpoints import load
-from onefile_rl.engines.scenes import engine
+from onefile_rl.engines.scenes import derive_seed, engine
 from onefile_rl.trust import risks
 
 # Arguments that may differ when a run is resumed.
@@ -572,7 +572,8 @@ def defaults_of_checkpoint(Args, checkpoint, given):
     )
     if given.resume is None:
         # New episodes for the evaluation. Videos and compiling belong to the training.
-        default = replace(default, seed=default.seed + 1000, capture_video=False, compile=None)
+        seed = derive_seed(default.seed, 1000)
+        default = replace(default, seed=seed, capture_video=False, compile=None)
     elif "no_fast" in given_names:
         default = replace(default, compile=False)
     return default

@@ -10,7 +10,7 @@ import numpy as np
 from envs.make import VIDEO_STEPS
 from onefile_rl import fast
 from onefile_rl.checkpoints import fingerprint, plain, restore_state, set_attributes
-from onefile_rl.engines.scenes import engine
+from onefile_rl.engines.scenes import derive_seed, engine
 
 EMPTY_STEPS = 1_000  # an evaluation does not wait longer for an agent to appear in a slot
 LONGEST_VIDEO = 10_000  # decisions, of an episode that does not end
@@ -127,7 +127,7 @@ def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
     variants: by name, the second argument of play(num_envs, variant), which returns a function for evaluate(). A
     variant is left out if an episode does not end within `steps` steps.
     """
-    seed = args.seed + 1000
+    seed = derive_seed(args.seed, 1000)
     means = {}
     envs, _ = make_envs(replace(args, num_envs=episodes), seed)
     with closing(envs):
@@ -145,8 +145,9 @@ def record_video(args, make_envs, play, agent, spec, path):
     scene.
     """
     path.parent.mkdir(exist_ok=True)
+    seed = derive_seed(args.seed, 0)
     try:
-        envs, _ = make_envs(args, args.seed, video=path)
+        envs, _ = make_envs(args, seed, video=path)
     except ValueError as error:
         raise ValueError(f"--capture-video: {error}") from None
 
@@ -156,7 +157,7 @@ def record_video(args, make_envs, play, agent, spec, path):
         episodes = 10**9  # the number of steps is the limit
         steps = getattr(envs, "video_steps", VIDEO_STEPS)
     with closing(envs):
-        evaluate(play(agent, spec, envs.num_envs), envs, episodes, args.seed, steps)
+        evaluate(play(agent, spec, envs.num_envs), envs, episodes, seed, steps)
 
 
 def load_agent(args, path, state, script, Agent):
@@ -180,14 +181,15 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
     agent = load_agent(args, path, state, script, Agent).to(args.device)
 
     # A player that crashes ends the evaluation: a restart would lose its episodes.
-    envs, _ = make_envs(replace(args, max_restarts=0), args.seed)
+    seed = derive_seed(args.seed, 0)
+    envs, _ = make_envs(replace(args, max_restarts=0), seed)
     with closing(envs):
         for key, value in describe(args, envs).items():
             if plain(value) != spec[key]:
                 raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
         play_agent = play(agent, spec, envs.num_envs)
         results, unfinished = play_episodes(
-            play_agent, envs, args.eval_episodes, args.seed, patience=args.eval_steps
+            play_agent, envs, args.eval_episodes, seed, patience=args.eval_steps
         )
 
     line = f"{path} after {state['global_step']:,} decisions, "

@@ -63,7 +63,7 @@ from onefile_rl.checkpoints import (
     set_attributes,
     set_random_state,
 )
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -162,9 +162,8 @@ class Run:
         try:
             distributed.join(args.device)
             # Players and EnvPool can't continue an episode: they start new ones, with another seed
-            self.envs, self.how = self.make_envs(
-                args, args.seed + self.global_step + self.first_env
-            )
+            self.envs_seed = derive_seed(args.seed, self.global_step + self.first_env)
+            self.envs, self.how = self.make_envs(args, self.envs_seed)
         except BaseException:
             signals.restore(self.handlers)
             raise
@@ -179,10 +178,11 @@ class Run:
         self.stats = defaultdict(list)
 
         # Seeds. All ranks create the same weights; start() gives them different random numbers afterwards
-        random.seed(args.seed + distributed.RANK)
-        np.random.seed(args.seed + distributed.RANK)
+        rank_seed = derive_seed(args.seed, distributed.RANK)
+        random.seed(rank_seed)
+        np.random.seed(rank_seed)
         torch.manual_seed(args.seed)
-        self.envs.single_action_space.seed(args.seed + distributed.RANK)
+        self.envs.single_action_space.seed(rank_seed)
         return self
 
     def stop_after_iteration(self, number, _):
@@ -312,9 +312,7 @@ class Run:
             f"{self.folder}: {how}; {description}; {self.update_description}tensorboard --logdir runs",
             flush=True,
         )
-        obs, infos = first or self.envs.reset(
-            seed=self.args.seed + self.global_step + self.first_env
-        )
+        obs, infos = first or self.envs.reset(seed=self.envs_seed)
         self.snapshot = self.state()
         if self.args.capture_video and not self.resumed and self.leads:
             self.record_video()
@@ -384,7 +382,8 @@ class Run:
         parameters, buffers = self.kept_tensors()
         distributed.broadcast(*(x.data for x in parameters), *buffers)
         if not self.leads:
-            torch.manual_seed(self.args.seed + self.global_step + distributed.RANK)
+            seed = derive_seed(self.args.seed, self.global_step + distributed.RANK)
+            torch.manual_seed(seed)
 
     def make_folder(self):
         name = re.sub(r"[^\w.+-]+", "-", self.args.env_id.split(":")[-1])

@@ -22,5 +22,13 @@ def engine(args):
     return "Unity" if args.unity_path or args.env_id in SCENES else None
 
 
+def derive_seed(seed, offset):
+    """Return `seed` + `offset`, wrapped into the seeds that all envs accept, 0 to 2^31 - 1.
+
+    Unity's seed is a signed integer of 32 bits, and numpy's seeds are not negative.
+    """
+    return int(seed + offset) % 2**31
+
+
 class EngineError(RuntimeError):
     """A game or a worker process that runs envs failed. Base class of the errors of players and workers."""
