@@ -24,7 +24,7 @@ from envs.pixel_workers import (
     to_json,
 )
 from envs.pixel_wrappers import is_rendered_by_mujoco, make_pixel_env
-from envs.sync import check_finite, report_restarted, restarted_info, values_per_env
+from envs.sync import check_numbers, report_restarted, restarted_info, values_per_env
 from onefile_rl.engines.scenes import engine
 
 PIXEL_ARGS = ("from_pixels", "image_size", "grayscale", "action_repeat", "env_kwargs")
@@ -164,6 +164,7 @@ class PixelEnvs:
             self._request("reset", [seed] * len(self.workers))
         else:
             self.group.reset(seed)
+        check_numbers(self.arrays.get("obs.vector", NO_VECTOR))
         return self._obs(), {"ready": self.all_slots, "closed": self.no_slots}
 
     def step(self, actions):
@@ -175,7 +176,7 @@ class PixelEnvs:
         rewards = self.arrays["rewards"].copy()
         terminated = self.arrays["terminated"].copy()
         truncated = self.arrays["truncated"].copy()
-        check_finite(rewards, self.arrays.get("obs.vector", NO_VECTOR))
+        check_numbers(self.arrays.get("obs.vector", NO_VECTOR), rewards)
 
         infos = {"ready": self.all_slots, "closed": self.all_slots}
         for i in np.flatnonzero(terminated | truncated).tolist():
@@ -183,6 +184,7 @@ class PixelEnvs:
                 name: self.arrays[f"final.{name}"][i].copy()
                 for name in self.single_observation_space.spaces
             }
+            check_numbers(final_obs.get("vector", NO_VECTOR)[None], env=i)
             infos.setdefault("final_obs", {})[i] = final_obs
             if self.arrays["success"][i] >= 0:
                 infos.setdefault("is_success", {})[i] = bool(self.arrays["success"][i])

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from onefile_rl.engines.limits import describe, find_invalid
 from onefile_rl.engines.messages import End, Layout, Message
 from onefile_rl.engines.process import (
     LARGEST_MESSAGE,
@@ -414,10 +415,10 @@ class GodotLayout(Layout):
             ) from None
         if vectors:
             floats = vectors[0] if len(vectors) == 1 else np.concatenate(vectors, axis=1)
-            if not np.isfinite(floats).all():
-                row, column = np.argwhere(~np.isfinite(floats))[0]
+            if found := find_invalid(floats):
+                row, column = found
                 where = f"{game_name}, agent {agents[row]}"
-                raise GodotError(f"{where}: observation {column} is {floats[row, column]}")
+                raise GodotError(f"{where}: observation {column} is {describe(floats[found])}")
             observations["vector"] = floats
         return observations
 

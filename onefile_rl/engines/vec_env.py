@@ -18,7 +18,6 @@ constructor.
 """
 
 import functools
-import math
 import select
 import time
 import weakref
@@ -31,6 +30,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from onefile_rl import signals
+from onefile_rl.engines.limits import LARGEST, describe, find_invalid
 from onefile_rl.engines.process import (
     SLICE,
     PlayerGone,
@@ -38,7 +38,7 @@ from onefile_rl.engines.process import (
     defer_signals,
     exit_on_signals,
 )
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl.engines.scenes import EngineError, derive_seed
 
 
 def close_players_on_error(method):
@@ -120,7 +120,7 @@ class EngineVecEnv(VectorEnv):
 
     def _seed(self, worker):
         """Return the seed of a player. It changes with a restart, so that a player does not repeat its episodes."""
-        return self.seed + worker + 1000 * self.restarts
+        return derive_seed(self.seed, worker + 1000 * self.restarts)
 
     def _make_spaces(self):
         observations = {}
@@ -449,10 +449,10 @@ class EngineVecEnv(VectorEnv):
 
     def _close_decisions(self, player, agents, slots, rewards):
         """Assign rewards to the pending decisions. A reward without a pending decision is dropped."""
-        finite = np.isfinite(rewards)
-        if not finite.all():
-            row = np.flatnonzero(~finite)[0]
-            raise self.Error(f"{player.name}, agent {agents[row]}: its reward is {rewards[row]}")
+        if found := find_invalid(rewards):
+            row, _ = found
+            reward = describe(rewards[row])
+            raise self.Error(f"{player.name}, agent {agents[row]}: its reward is {reward}")
         pending = self._pending[slots]
         if not pending.all():
             rewards = rewards[pending]
@@ -462,8 +462,9 @@ class EngineVecEnv(VectorEnv):
         self._rewards[slots] = rewards
 
     def _end_episode(self, player, slot, end):
-        if not math.isfinite(end.reward):
-            raise self.Error(f"{player.name}, agent {end.agent}: its reward is {end.reward}")
+        if not abs(end.reward) <= LARGEST:  # NaN fails this too
+            reward = describe(end.reward)
+            raise self.Error(f"{player.name}, agent {end.agent}: its reward is {reward}")
         self._pending[slot] = False
         self._closed[slot] = True
         self._rewards[slot] = end.reward

@@ -594,6 +594,18 @@ BAD = {
         step([0, 0], [0, 0], reward=[0, "much"]),
         "its reward is not a list of numbers",
     ),
+    "a huge reward": (
+        step([0, 0], [0, 0], reward=[0, -1e300]),
+        "agent 1: its reward is -1e.300, and must be at most 1e.30",
+    ),
+    "a huge last reward": (
+        step([0, 0], [0, 0], reward=[1e39, 0], done=[True, False]),
+        "agent 0: its reward is 1e.39",
+    ),
+    "a number beyond single precision": (
+        step([0, 0], [0, 1e39]),
+        "agent 1: observation 1 is inf",
+    ),
     "a final null": (
         step(
             [0, 0],
