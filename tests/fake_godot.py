@@ -2,9 +2,10 @@
 
     fake_godot.py --scenario=FILE --port=N      FILE: {"log": path, "launches": [{"info", "reset", "steps"}, ...]}
 
-Each launch uses the next entry of "launches". A step is a message, the text of a message, or the name of a fault. The
-log has one line for each launch and for each message that was received. Only small modules of the standard library are
-imported, so that the game starts in a few hundredths of a second.
+Each launch uses the next entry of "launches". A step is a message, the text of a message, the name of a fault, or a
+list of "both" and messages that are sent at once. The log has one line for each launch and for each message that was
+received. Only small modules of the standard library are imported, so that the game starts in a few hundredths of a
+second.
 """
 
 import json
@@ -49,7 +50,9 @@ def packed(message):
 
 
 def send(what):
-    if not isinstance(what, str):
+    if isinstance(what, list):  # several messages at once
+        sock.sendall(b"".join(packed(message) for message in what[1:]))
+    elif not isinstance(what, str):
         sock.sendall(packed(what))
     elif what == "crash":
         print("it hurts", flush=True)

@@ -174,7 +174,7 @@ class Game(Process):
         """
         info = self.receive_message("env_info")
         try:
-            self.size = int(info["n_agents"])  # of all policies
+            self.size = whole_number(info["n_agents"])  # of all policies
             if not 0 < self.size <= MOST:
                 raise ValueError(f"{self.size} agents")
             names = [
@@ -237,7 +237,7 @@ class Game(Process):
     def receive(self):
         """Return the answer to the last request."""
         message = self.receive_message(self.request)
-        message["info"] = message.get("info") or [{}] * self.size
+        message["info"] = message.get("info") or [None] * self.size
         for name in LISTS[self.request]:
             entries = message.get(name)
             if not isinstance(entries, list) or len(entries) != self.size:
@@ -246,7 +246,7 @@ class Game(Process):
                     f"{self.name}: its {name!r} has {what}, and there are {self.size} agents"
                 )
         infos = self._trained(message["info"])
-        infos = [info if isinstance(info, dict) else {} for info in infos] if any(infos) else None
+        infos = self._decode_infos(infos) if any(infos) else None
         observations = self.layout.observe(self._trained(message["obs"]), self.name, self.agents)
 
         # All agents decide at the same time, so all have a reward and request the next decision.
@@ -255,7 +255,7 @@ class Game(Process):
             rewards = np.zeros(self.num_agents)
         else:
             rewards = self._numbers("reward", self._trained(message["reward"]))
-            if any(message["done"]):
+            if message["done"].count(False) < self.size:
                 ends = self._decode_ends(
                     self._trained(message["done"]), rewards, infos or [{}] * self.num_agents
                 )
@@ -289,19 +289,36 @@ class Game(Process):
             raise GodotError(f"{self.name}: its {name} is not a list of numbers") from None
         return numbers
 
+    def _decode_infos(self, infos):
+        """Return the dict of each agent's get_info(), which may return null instead of an empty one."""
+        for agent, info in zip(self.agents, infos, strict=True):
+            if info is not None and not isinstance(info, dict):
+                what = "get_info() must return a Dictionary"
+                raise GodotError(f"{self.name}, agent {agent}: its info is {info!r}: {what}")
+        return [info or {} for info in infos]
+
+    def _flag(self, agent, name, value):
+        """Return a boolean of a message. The word "false" is not one: it would count as true."""
+        if value in (False, True) and isinstance(value, (bool, int, float)):
+            return bool(value)
+        where = f"{self.name}, agent {agent}"
+        raise GodotError(f"{where}: its {name} is {value!r}: it must be true or false")
+
     def _decode_ends(self, done, rewards, infos):
         ends = []
         for agent, is_done, reward, info in zip(self.agents, done, rewards, infos, strict=True):
-            if not is_done:
+            if not self._flag(agent, "done", is_done):
                 continue
             final_obs = None
             if info.get("terminal_observation") is not None:
                 rows = self.layout.observe([info["terminal_observation"]], self.name, [agent])
                 final_obs = {name: array[0] for name, array in rows.items()}
-            success = bool(info["is_success"]) if "is_success" in info else None
-            ends.append(
-                End(agent, reward, bool(info.get("TimeLimit.truncated")), final_obs, success)
-            )
+            flags = {}
+            for name in ("TimeLimit.truncated", "is_success"):
+                if info.get(name) is not None:
+                    flags[name] = self._flag(agent, name, info[name])
+            truncated = flags.get("TimeLimit.truncated", False)
+            ends.append(End(agent, reward, truncated, final_obs, flags.get("is_success")))
         return ends
 
     def _decode_masks(self, infos):
@@ -313,7 +330,7 @@ class Game(Process):
             if not isinstance(mask, list) or len(mask) != masks.shape[1]:
                 what = f"its action_mask must have {masks.shape[1]} entries, one for each discrete action"
                 raise GodotError(f"{self.name}, agent {agent}: {what}")
-            masks[row] = [bool(allowed) for allowed in mask]
+            masks[row] = [self._flag(agent, "action_mask", allowed) for allowed in mask]
         return masks
 
     def _decode_statistics(self, infos):
@@ -332,6 +349,7 @@ class Game(Process):
 
     def reset(self):
         """Tell the game to start new episodes."""
+        self._check_in_step()
         self.request = "reset"
         self.send_message({"type": "reset"})
 
@@ -343,8 +361,17 @@ class Game(Process):
             for agent, spaces in self.untrained:
                 of_agent[agent] = self._random_actions(spaces)
             actions = [of_agent[agent] for agent in range(self.size)]
+        self._check_in_step()
         self.request = "step"
         self.send_message({"type": "action", "action": actions})
+
+    def _check_in_step(self):
+        """Raise an error if the game has sent something that was not requested: later answers would be too late by one
+        step, because a message does not say which request it answers."""
+        if self.wire.poll():
+            raise self.error(
+                "sent more than one message for a request: its answers are out of step"
+            )
 
     def _random_actions(self, spaces):
         return {
@@ -404,12 +431,13 @@ class GodotLayout(Layout):
                 values = [row[name] for row in rows]
                 vectors.append(np.array(values, np.float32).reshape(len(rows), size))
             for name, shape in self.images.items():
-                pixels = b"".join(bytes.fromhex(row[name]) for row in rows)
-                observations[name] = np.frombuffer(pixels, np.uint8).reshape(len(rows), *shape)
+                images = [bytes.fromhex(row[name]) for row in rows]
+                observations[name] = decode_images(images, shape)
         except INVALID:
             expected = self.images.get(name) or f"{self.vectors[name]} numbers"
-            hint = "; a camera needs a display" if name in self.images else ""
-            what = f"{name!r} of get_obs() is not the {expected} of get_obs_space(){hint}"
+            what = f"{name!r} of get_obs() is not the {expected} of get_obs_space()"
+            if name in self.images:
+                what += explain_image(rows, name)
             raise GodotError(
                 f"{game_name}, agent {', '.join(map(str, agents[:4]))}: {what}"
             ) from None
@@ -434,6 +462,40 @@ class GodotLayout(Layout):
         return [dict(zip(self.actions, row, strict=True)) for row in zip(*values, strict=True)]
 
 
+def decode_images(images, shape):
+    """Return images (height, width, channels), given as bytes, as one array.
+
+    The plugin's camera declares three channels, and sends four if its viewport is transparent: the last one is dropped.
+    """
+    height, width, channels = shape
+    sent = len(images[0]) // (height * width)
+    pixels = np.frombuffer(b"".join(images), np.uint8).reshape(len(images), height, width, sent)
+    if sent == 4 and channels == 3:
+        return np.ascontiguousarray(pixels[..., :3])
+    if sent != channels:
+        raise ValueError(f"{sent} channels")
+    return pixels
+
+
+def explain_image(rows, name):
+    """Return why images are not what they should be, for the end of an error message."""
+    sizes = {
+        len(row[name]) // 2
+        for row in rows
+        if isinstance(row, dict) and isinstance(row.get(name), str)
+    }
+    if 0 in sizes:
+        return ", it is empty: a camera needs a display"
+    return f", it has {min(sizes)} bytes" if sizes else ""
+
+
+def whole_number(value):
+    """Return a number of a message as an int. Godot may write it with a fraction of 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
 def read_observations(spaces):
     """Return a dict from the name of each observation to its shape and whether it is an image.
 
@@ -442,7 +504,7 @@ def read_observations(spaces):
     observations = {}
     for name, space in spaces.items():
         shape = [space["size"]] if isinstance(space["size"], (int, float)) else space["size"]
-        shape = tuple(map(int, shape))
+        shape = tuple(map(whole_number, shape))
         is_image = "2d" in name
         if space.get("space", "box") != "box":
             raise ValueError(f"{name!r} is {space['space']!r}: send it as numbers, one-hot")
@@ -462,10 +524,11 @@ def read_observations(spaces):
 
 def read_actions(spaces):
     """Return a dict from the name of each action to its size and whether it is discrete."""
-    actions = {
-        name: (int(space["size"]), space["action_type"] == "discrete")
-        for name, space in spaces.items()
-    }
+    actions = {}
+    for name, space in spaces.items():
+        if space["action_type"] not in ("discrete", "continuous"):
+            raise ValueError(f"{name!r} has the action_type {space['action_type']!r}")
+        actions[name] = (whole_number(space["size"]), space["action_type"] == "discrete")
     sizes = [size for size, _ in actions.values()]
     if not sizes or min(sizes) < 1 or sum(sizes) > MOST:
         raise ValueError(f"actions of the sizes {sizes}")

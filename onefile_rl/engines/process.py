@@ -88,6 +88,13 @@ class Stream:
             raise ConnectionError("the peer closed the connection")
         self.buffer += chunk
 
+    def poll(self):
+        """Append the bytes that have arrived to the buffer, without waiting. Return whether it has any."""
+        if DONTWAIT:
+            with suppress(BlockingIOError):
+                self.buffer += self.sock.recv(self.chunk_size, DONTWAIT)
+        return bool(self.buffer)
+
     def _write(self, data, deadline):
         """Send `data`. Almost always the socket's buffer has room for all of it and there is no wait."""
         try:
@@ -486,6 +493,10 @@ class Process:
         return [
             line for line in self.log.read().decode(errors="replace").split("\n") if line.strip()
         ]
+
+    def has_ended(self):
+        """Return whether the process was launched from here and has ended."""
+        return bool(self.process) and self.exit_code(0) is not None
 
     def exit_code(self, seconds):
         """Wait up to `seconds` for the process to end. Return its exit code, or None if it still runs."""

@@ -508,6 +508,23 @@ def test_a_lost_game_is_restarted(fault, play, capsys):
 
 
 @linux
+@pytest.mark.parametrize("late", [False, True])
+def test_a_message_that_is_sent_twice_restarts_the_game(late, play, capsys):
+    """All later answers would be too late by one step. `late`: it arrives with the next answer."""
+    first = step([3, 3], [4, 4])
+    second = step([5, 5], [6, 6])
+    answers = [first, ["both", first, second]] if late else [["both", first, first], second]
+    envs, _ = play(launch(*answers), launch(second), max_restarts=1)
+    envs.reset()
+    for _ in range(len(answers) - (not late)):
+        assert "restarted" not in act(envs)[-1]
+    obs, *_, infos = act(envs)
+    assert infos["restarted"].all() and obs.tolist() == [[0, 0], [1, 0]]
+    assert "sent more than one message for a request" in capsys.readouterr().out
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]]
+
+
+@linux
 def test_only_restarts_in_a_row_count(play):
     once = launch(step([1, 1], [1, 1]), "crash")
     envs, _ = play(once, once, once, launch("crash"), max_restarts=1)
@@ -551,6 +568,14 @@ INVALID = {
     "a flat image": (
         info(obs={"camera_2d": {"size": [36, 36], "space": "box"}}),
         "an image, has the size",
+    ),
+    "half an action": (
+        info(actions={"a": {"size": 2.5, "action_type": "continuous"}}),
+        "2.5 is not a whole number",
+    ),
+    "an unknown type of action": (
+        info(actions={"a": {"size": 2, "action_type": "Discrete"}}),
+        "'a' has the action_type 'Discrete'",
     ),
     "no actions": (info(actions={}), "actions of the sizes"),
     "actions without a size": (
@@ -615,6 +640,26 @@ BAD = {
         ),
         "agent 0: observation 0 is nan",
     ),
+    "done as a word": (
+        step([0, 0], [0, 0], done=[False, "false"]),
+        "agent 1: its done is 'false': it must be true or false",
+    ),
+    "done as nothing": (
+        step([0, 0], [0, 0], done=[None, False]),
+        "agent 0: its done is None: it must be true or false",
+    ),
+    "a time limit as a word": (
+        step([0, 0], [0, 0], done=[True, False], infos=[{"TimeLimit.truncated": "no"}, {}]),
+        "agent 0: its TimeLimit.truncated is 'no'",
+    ),
+    "a success as a word": (
+        step([0, 0], [0, 0], done=[True, False], infos=[{"is_success": "false"}, {}]),
+        "agent 0: its is_success is 'false'",
+    ),
+    "an info as a word": (
+        step([0, 0], [0, 0], infos=[{}, "fine"]),
+        "agent 1: its info is 'fine': get_info.. must return a Dictionary",
+    ),
     "too few": (
         {**step([0, 0], [0, 0]), "reward": [0]},
         "its 'reward' has 1 entries, and there are 2 agents",
@@ -659,12 +704,24 @@ def test_unusual_json_of_godot_is_read(play):
         act(envs)
 
 
-def test_an_empty_camera_image_is_an_error(play):
+@pytest.mark.parametrize(
+    ("image", "match"),
+    [("", "it is empty: a camera needs a display"), ("00" * 50, "it has 50 bytes$")],
+)
+def test_an_empty_camera_image_is_an_error(image, match, play):
     spaces = {"camera_2d": {"size": [3, 4, 4], "space": "box"}}
-    with pytest.raises(
-        GodotError, match="'camera_2d' .* is not the .4, 4, 3. .*a camera needs a display"
-    ):
-        play({"info": info(1, spaces), "reset": {"type": "reset", "obs": [{"camera_2d": ""}]}})
+    with pytest.raises(GodotError, match=f"'camera_2d' .* is not the .4, 4, 3. .*{match}"):
+        play({"info": info(1, spaces), "reset": {"type": "reset", "obs": [{"camera_2d": image}]}})
+
+
+def test_the_alpha_channel_of_a_camera_is_dropped(play):
+    """The plugin's camera declares three channels, and sends four if its viewport is transparent."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 36, 36, 4), np.uint8)
+    spaces = {"camera_2d": {"size": [3, 36, 36], "space": "box"}}
+    seen = {"type": "reset", "obs": [{"camera_2d": image.tobytes().hex()} for image in pixels]}
+    envs, _ = play({"info": info(2, spaces), "reset": seen})
+    obs, _ = envs.reset()
+    np.testing.assert_array_equal(obs["camera_2d"], pixels[..., :3])
 
 
 def test_bad_actions_are_rejected_and_the_env_still_works(play):
