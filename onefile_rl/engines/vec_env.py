@@ -92,12 +92,20 @@ class EngineVecEnv(VectorEnv):
         for worker in range(num_players):
             with defer_signals():
                 self.players.append(self._launch(worker))
-        for player in self.players:
-            player.connect()
+        for player in list(self.players):
+            try:
+                player.connect()
+            except PlayerGone as error:
+                self._connect_again(player, error)
+        for player in list(self.players):
+            try:
+                if player.layout is None:  # not launched again by now
+                    self._meet(player)
+            except PlayerGone as error:
+                self._connect_again(player, error)
 
         self.num_envs = 0
         for player in self.players:
-            self._meet(player)
             count = self.max_agents or player.num_agents
             player.slots = Slots(range(self.num_envs, self.num_envs + count))
             self.num_envs += count
@@ -105,8 +113,28 @@ class EngineVecEnv(VectorEnv):
         self._make_spaces()
 
         self._clear()
-        for player in self.players:
-            self._apply(player, player.start())
+        for player in list(self.players):
+            try:
+                self._apply(player, player.start())
+            except PlayerGone as error:
+                self._restart(player, error)
+        self._restarted = None  # no decision was pending
+
+    def _connect_again(self, player, error):
+        """Replace a player that was lost before its slots are known.
+
+        A player that runs and does not connect is an error: most likely it is not a game with agents.
+        """
+        while True:
+            if player.wire is None and not player.has_ended():
+                raise error
+            player = self._relaunch(player, error)
+            try:
+                player.connect()
+                self._meet(player)
+                return
+            except PlayerGone as next_error:
+                error = next_error
 
     def _launch(self, worker):
         """Return a new player with the number `worker`."""
@@ -346,23 +374,10 @@ class EngineVecEnv(VectorEnv):
         Raise `error` if the player was restarted `max_restarts` times in a row.
         """
         slots = player.slots.all
-        failures = player.failures
         while True:
-            failures += 1
-            if failures > self.max_restarts:
-                raise error
-            print(
-                f"\n{error}; restarting it (attempt {failures} of {self.max_restarts})", flush=True
-            )
-            player.close()
-            self.restarts += 1
+            player = self._relaunch(player, error)
+            player.slots = Slots(slots)
             try:
-                with defer_signals():
-                    new_player = self._launch(player.worker)
-                    self.players[self.players.index(player)] = new_player
-                player = new_player
-                player.slots = Slots(slots)
-                player.failures = failures
                 player.connect()
                 self._meet(player)
                 if player.num_agents != len(slots) and player.fixed_agents:
@@ -374,6 +389,24 @@ class EngineVecEnv(VectorEnv):
                 return
             except PlayerGone as next_error:
                 error = next_error
+
+    def _relaunch(self, player, error):
+        """Close a player that was lost because of `error`, and return a new one that is not connected yet.
+
+        Raise `error` if the player was restarted `max_restarts` times in a row.
+        """
+        failures = player.failures + 1
+        if failures > self.max_restarts:
+            raise error
+        attempt = f"attempt {failures} of {self.max_restarts}"
+        print(f"\n{error}; restarting it ({attempt})", flush=True)
+        player.close()
+        self.restarts += 1
+        with defer_signals():
+            new_player = self._launch(player.worker)
+            self.players[self.players.index(player)] = new_player
+        new_player.failures = failures
+        return new_player
 
     # Arrays of the current step
 

@@ -524,6 +524,44 @@ def test_a_message_that_is_sent_twice_restarts_the_game(late, play, capsys):
     assert act(envs)[0].tolist() == [[5, 5], [6, 6]]
 
 
+EARLY = {
+    "before it connects": {"dies": True},
+    "before it describes its agents": {"info": "crash"},
+    "before its first observations": {"reset": "crash"},
+}
+
+
+@linux
+@pytest.mark.parametrize("when", EARLY)
+def test_a_game_that_dies_before_the_first_step_is_restarted(when, play, capsys):
+    bad = launch() | EARLY[when]
+    good = launch(step([5, 5], [6, 6]))
+    envs, fake = play(bad, bad, good, max_restarts=2)
+    assert envs.restarts == 2 and envs.num_envs == 2
+    out = capsys.readouterr().out
+    assert "restarting it (attempt 1 of 2)" in out and "restarting it (attempt 2 of 2)" in out
+    obs, infos = envs.reset()
+    assert obs.tolist() == [[0, 0], [1, 0]] and infos["ready"].all() and "restarted" not in infos
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]]
+    with pytest.raises(GodotGone, match="ended with exit code"):
+        play(bad, bad, good, max_restarts=1)
+
+
+@linux
+def test_one_of_several_games_that_dies_before_the_first_step_is_restarted(play):
+    second_dies = launch(step([5, 5], [6, 6]), dies="1")  # the seed of the second game
+    envs, fake = play(second_dies, num_players=2, max_restarts=1)
+    assert envs.num_envs == 4 and envs.restarts == 1 and len(fake.pids()) == 3
+    envs.reset()
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]] * 2
+
+
+def test_a_game_that_never_connects_is_not_restarted(play):
+    with pytest.raises(GodotGone, match="has not connected to port .* within 0.4 s") as caught:
+        play(launch(never=True), timeout=0.4, max_restarts=3)
+    assert "\n" not in str(caught.value)
+
+
 @linux
 def test_only_restarts_in_a_row_count(play):
     once = launch(step([1, 1], [1, 1]), "crash")
