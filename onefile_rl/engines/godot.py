@@ -27,6 +27,7 @@ from onefile_rl.engines.process import (
 )
 from onefile_rl.engines.scenes import GODOT_SCENES
 
+NO_SYNC = "check that its scene has a Sync node in training mode"
 MOST = 100_000  # agents of a game, numbers in an observation, actions of an agent
 INVALID = (
     AttributeError,
@@ -48,6 +49,22 @@ class GodotError(PlayerError):
 
 class GodotGone(GodotError, PlayerGone):
     """The game crashed or hangs. Starting it again may help."""
+
+
+def find_errors(lines):
+    """Return the errors in Godot's output, each with the place in a script where it happened."""
+    errors = []
+    for i, line in enumerate(lines):
+        if not line.startswith(("ERROR:", "SCRIPT ERROR:", "USER ERROR:", "Error:")):
+            continue
+        error = line.strip()
+        place = lines[i + 1].strip() if i + 1 < len(lines) else ""
+        if place.startswith("at: ") and "res://" in place:
+            error += f" {place}"
+        if "No loader found" in line and ".cs" in line:
+            error += ": a C# script needs the .NET edition of Godot"
+        errors.append(error)
+    return errors
 
 
 def find_godot(path):
@@ -147,16 +164,34 @@ class Game(Process):
     @property
     def hint(self):
         """A script error does not end a game: Godot prints it, and the game does not answer any more."""
-        errors = [line for line in self.last_output() if "ERROR" in line] if self.process else []
-        return (
-            errors[-1].strip()
-            if errors
-            else "check that its scene has a Sync node in training mode"
-        )
+        errors = find_errors(self.log.last_lines()) if self.process else []
+        return errors[-1] if errors else NO_SYNC
 
     @property
     def connect_hint(self):
-        return f": {self.hint}"
+        """Before a game connects, its first error is the cause of the others."""
+        errors = find_errors(self.log.first_lines()) if self.process else []
+        return f": {errors[0] if errors else NO_SYNC}"
+
+    def explain_wait(self):
+        errors = find_errors(self.log.first_lines()) if self.process else []
+        if errors:
+            self.announce("not connected", f"{self.name} has not connected yet: {errors[0]}")
+
+    def last_words(self):
+        lines = self.log.last_lines()
+        if self.wire is None:
+            errors = find_errors(self.log.first_lines())
+            return errors[0] if errors else super().last_words()
+        # The lines below an error, which say where it happened, are indented
+        errors = find_errors(lines) if lines and lines[-1].startswith(" ") else []
+        return errors[-1] if errors else super().last_words()
+
+    def note_output(self, lines):
+        errors = [error for error in find_errors(lines) if error.startswith("SCRIPT ERROR")]
+        if errors:
+            what = "reports a script error, and the run continues"
+            self.announce("script error", f"{self.name} {what}: {errors[0]}")
 
     # Start
 

@@ -18,10 +18,20 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 from onefile_rl import signals
 from onefile_rl.engines.scenes import EngineError
 
 GRACE = 5  # seconds that a game has to exit after the message that tells it to
+NOTICE_SECONDS = 3  # after which the errors of a game that has not connected are shown
+LOG_INTERVAL = 1  # seconds between two looks at the output of a game
+LARGEST_LOG = 2**20  # bytes of output that are kept on the disk
+FIRST_OUTPUT = 2**14  # bytes at the start of the output that are kept in memory
+LAST_OUTPUT = 2**12  # bytes at its end that are searched for errors
 LARGEST_MESSAGE = (
     2**29
 )  # bytes; far above any scene's messages, so that a faulty peer cannot fill the memory
@@ -61,6 +71,7 @@ class Stream:
         self.sock = sock
         self.buffer = bytearray()
         self.gave_up = False  # whether a wait for the peer ended without success
+        self.during_wait = None  # a function that is called several times a second in long waits
 
     def close(self):
         self.sock.close()
@@ -117,6 +128,8 @@ class Stream:
                     if left < SLICE:
                         raise
                     signals.check_stop(started)
+                    if self.during_wait:
+                        self.during_wait()
         except (TimeoutError, KeyboardInterrupt):
             self.gave_up = True
             raise
@@ -327,6 +340,65 @@ def find_peer(sock):
     return None
 
 
+class Log:
+    """The output of a process, in a file without a name that does not grow without limit.
+
+    A game that prints an error in every frame writes megabytes a second. The file is emptied when it is large. This
+    needs a file to which writes are always appended, which Windows does not have.
+    """
+
+    def __init__(self):
+        self.file = tempfile.TemporaryFile(buffering=0)
+        if fcntl:
+            fcntl.fcntl(
+                self.file, fcntl.F_SETFL, fcntl.fcntl(self.file, fcntl.F_GETFL) | os.O_APPEND
+            )
+        self.first = b""  # the first bytes, if the file was emptied
+        self.last = b""  # the last bytes before the file was emptied
+        self.position = 0  # up to which read_new() has read
+        self.due_at = 0.0
+
+    def _read(self, start, size):
+        self.file.seek(start)
+        return self.file.read(size)
+
+    def is_due(self):
+        """Return whether it is time for read_new()."""
+        now = time.monotonic()
+        if not fcntl or now < self.due_at:
+            return False
+        self.due_at = now + LOG_INTERVAL
+        return True
+
+    def read_new(self):
+        """Return the lines that were written since the last call, at most 1 MiB of them. Empty a large file."""
+        size = os.fstat(self.file.fileno()).st_size
+        new = self._read(self.position, min(size - self.position, LARGEST_LOG))
+        self.position = size
+        if size > LARGEST_LOG:
+            self.first = self.first or self._read(0, FIRST_OUTPUT)
+            self.last = self._read(size - LAST_OUTPUT, LAST_OUTPUT)
+            self.file.truncate(0)
+            self.position = 0
+        return to_lines(new)
+
+    def first_lines(self):
+        return to_lines(self.first or self._read(0, FIRST_OUTPUT))
+
+    def last_lines(self):
+        size = os.fstat(self.file.fileno()).st_size
+        end = self._read(max(0, size - LAST_OUTPUT), LAST_OUTPUT)
+        return to_lines((self.last + end)[-LAST_OUTPUT:])
+
+    def close(self):
+        self.file.close()
+
+
+def to_lines(output):
+    """Return the lines of a process's output that are not empty."""
+    return [line for line in output.decode(errors="replace").split("\n") if line.strip()]
+
+
 class Process:
     """One game and the connection to it: the base of unity.Player and godot.Game.
 
@@ -387,8 +459,8 @@ class Process:
         # The game gets its own session: Ctrl-C interrupts only this process, which then closes the game.
         command = command(self.port)
         try:
-            self.log = tempfile.TemporaryFile()
-            streams = dict(stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+            self.log = Log()
+            streams = dict(stdin=subprocess.DEVNULL, stdout=self.log.file, stderr=self.log.file)
             self.process = subprocess.Popen(command, **streams, start_new_session=True)
         except (OSError, ValueError) as reason:  # ValueError: an argument with a null byte
             self.listener.close()
@@ -423,6 +495,9 @@ class Process:
                 sock = self.listener.accept()[0]
             except TimeoutError:
                 signals.check_stop(started)
+                self.check_log()
+                if time.monotonic() > started + NOTICE_SECONDS:
+                    self.explain_wait()
                 continue
             except OSError as error:
                 raise self.error(f"failed to connect: {error}") from None
@@ -439,6 +514,10 @@ class Process:
                     sock.close()
             rejected += 1
         self.listener.close()
+        self.wire.during_wait = self.check_log
+
+    def explain_wait(self):
+        """Print a notice about a game that has not connected yet, if there is something to say."""
 
     def is_peer(self, sock):
         """Return whether the game, and not some other process, is at the other end of `sock`.
@@ -483,16 +562,21 @@ class Process:
         """Return the error for a lost game. If its process has ended, the message is its last line of output."""
         code = self.exit_code(0.1) if self.process else None
         if code is not None:
-            lines = self.last_output()
-            what = f"ended with exit code {code}: {lines[-1] if lines else 'no output'}"
+            what = f"ended with exit code {code}: {self.last_words()}"
         return self.Gone(f"{self.name} {what}")
 
-    def last_output(self):
-        """Return the last lines that the process has written."""
-        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
-        return [
-            line for line in self.log.read().decode(errors="replace").split("\n") if line.strip()
-        ]
+    def last_words(self):
+        """Return the line of output that says most likely why the process has ended."""
+        lines = self.log.last_lines()
+        return lines[-1] if lines else "no output"
+
+    def check_log(self):
+        """Look at the output of the game from time to time, and keep it small."""
+        if self.process and self.log.is_due():
+            self.note_output(self.log.read_new())
+
+    def note_output(self, lines):
+        """Act on the lines that the game has written since the last call."""
 
     def has_ended(self):
         """Return whether the process was launched from here and has ended."""

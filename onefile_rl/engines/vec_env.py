@@ -32,6 +32,7 @@ from gymnasium.vector.utils import batch_space
 from onefile_rl import signals
 from onefile_rl.engines.limits import LARGEST, describe, find_invalid
 from onefile_rl.engines.process import (
+    LOG_INTERVAL,
     SLICE,
     PlayerGone,
     close_all,
@@ -39,6 +40,8 @@ from onefile_rl.engines.process import (
     exit_on_signals,
 )
 from onefile_rl.engines.scenes import EngineError, derive_seed
+
+MANY_EPISODES = 1_000  # of one decision, after which a notice is printed
 
 
 def close_players_on_error(method):
@@ -83,6 +86,8 @@ class EngineVecEnv(VectorEnv):
         self._fresh = True  # no action has been sent since the episodes started
         self._waiting = {}  # the players whose answer is expected, by their sockets
         self._statistics = {}
+        self._log_due_at = 0.0
+        self._short_episodes = 0  # that ended with their first decision, in a row
 
     @exit_on_signals()
     @close_players_on_error
@@ -211,6 +216,10 @@ class EngineVecEnv(VectorEnv):
     def step_wait(self):
         """Return what `step` returns, for the actions of the last `step_async`."""
         self._receive()
+        if time.monotonic() > self._log_due_at:
+            self._log_due_at = time.monotonic() + LOG_INTERVAL
+            for player in self.players:
+                player.check_log()
         self._returns += self._rewards
         self._lengths += self._closed
         return (
@@ -273,6 +282,7 @@ class EngineVecEnv(VectorEnv):
             self._statistics = {}
         for slot, final_obs in self._final_obs.items():
             episode = {"r": self._returns[slot], "l": self._lengths[slot]}
+            self._count_short(self._lengths[slot])
             self._add_info(
                 infos, {"final_obs": final_obs, "final_info": {"episode": episode}}, slot
             )
@@ -281,6 +291,14 @@ class EngineVecEnv(VectorEnv):
         if self._success:
             infos["is_success"] = self._success
         return infos
+
+    def _count_short(self, length):
+        """Print a notice after many episodes of one decision: in most games they are a mistake."""
+        self._short_episodes = self._short_episodes + 1 if length <= 1 else 0
+        if self._short_episodes == MANY_EPISODES:
+            what = f"{MANY_EPISODES} episodes in a row have ended with their first decision"
+            fix = "check that a new episode resets what ends it"
+            self.players[0].announce("short episodes", f"{self.path}: {what}: {fix}")
 
     # Exchange with the players
 
@@ -338,6 +356,8 @@ class EngineVecEnv(VectorEnv):
             arrived, _, _ = select.select(self._waiting, [], [], min(left, SLICE))
             if not arrived:
                 self._check_stop(started)
+                for player in self._waiting.values():
+                    player.check_log()
         return arrived
 
     def _check_stop(self, started):

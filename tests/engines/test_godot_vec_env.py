@@ -22,7 +22,7 @@ from test_hostile import assert_ends
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
 from godot_vec_env import GodotVecEnv
-from onefile_rl.engines import godot, process
+from onefile_rl.engines import godot, process, vec_env
 from onefile_rl.engines.godot import GodotError, GodotGone
 from onefile_rl.engines.scenes import EngineError
 
@@ -556,6 +556,87 @@ def test_one_of_several_games_that_dies_before_the_first_step_is_restarted(play)
     assert act(envs)[0].tolist() == [[5, 5], [6, 6]] * 2
 
 
+MISSING = """ERROR: Cannot open file 'res://main.tscn'.
+   at: load (scene/resources/resource_format_text.cpp:1430)
+ERROR: Failed loading scene: res://main.tscn.
+   at: start (main/main.cpp:4668)"""
+SHARP = """ERROR: No loader found for resource: res://M.cs (expected type: Script)
+   at: _load (core/io/resource_loader.cpp:358)"""
+SCRIPT = """SCRIPT ERROR: Invalid call. Nonexistent function 'go' in base 'Nil'.
+          at: _physics_process (res://m.gd:4)
+          GDScript backtrace (most recent call first):
+              [0] _physics_process (res://m.gd:4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prints", "match"),
+    [
+        (MISSING, "exit code 3: ERROR: Cannot open file 'res://main.tscn'.$"),
+        (SHARP, "exit code 3: ERROR: No loader .* a C# script needs the .NET edition of Godot$"),
+        ("Error: Can't run project.\nError: Can't open display: ", "exit code 3: Error: Can't run"),
+    ],
+)
+def test_the_first_error_of_a_game_that_does_not_start_is_quoted(prints, match, play):
+    """Its last line only says where Godot's own code has noticed it."""
+    with pytest.raises(GodotGone, match=match):
+        play(launch(prints=prints, dies=True))
+
+
+def test_errors_of_a_game_that_has_not_connected_are_shown_early(play, capsys, monkeypatch):
+    monkeypatch.setattr(process, "NOTICE_SECONDS", 0.3)
+    with pytest.raises(GodotGone, match="within 1.5 s: ERROR: No loader found"):
+        play(launch(prints=SHARP, never=True), timeout=1.5)
+    out = capsys.readouterr().out
+    assert out.count("has not connected yet: ERROR: No loader found") == 1
+
+
+def test_the_error_above_the_last_lines_is_quoted_after_a_crash(play):
+    envs, _ = play(launch(["print", SCRIPT, 1, step([1, 1], [2, 2])], "leave"))
+    envs.reset()
+    act(envs)
+    match = "exit code 0: SCRIPT ERROR: .* in base 'Nil'. at: _physics_process .res://m.gd:4.$"
+    with pytest.raises(GodotGone, match=match):
+        act(envs)
+
+
+@linux
+def test_the_output_of_a_broken_game_is_bounded_and_its_script_errors_are_mentioned(
+    play, capsys, monkeypatch
+):
+    for module in (process, vec_env):
+        monkeypatch.setattr(module, "LOG_INTERVAL", 0)
+    noisy = ["print", SCRIPT, 10_000, step([1, 1], [2, 2])]  # 2.3 MB
+    envs, _ = play(launch(*[noisy] * 8, "hang"), timeout=2)
+    envs.reset()
+    for _ in range(8):
+        act(envs)
+    log = envs.players[0].log
+    assert os.fstat(log.file.fileno()).st_size < 2 * len(SCRIPT) * 10_000
+    assert log.first_lines()[1] == SCRIPT.split("\n")[0] or log.first_lines()[0].startswith(
+        "SCRIPT"
+    )
+    out = capsys.readouterr().out
+    assert out.count("reports a script error, and the run continues: SCRIPT ERROR: Invalid") == 1
+    assert "Nil'. at: _physics_process (res://m.gd:4)" in out
+    with pytest.raises(GodotGone, match="has not answered for 2 s: SCRIPT ERROR: Invalid call"):
+        act(envs)
+
+
+def test_many_episodes_of_one_decision_are_mentioned(play, capsys, monkeypatch):
+    monkeypatch.setattr(vec_env, "MANY_EPISODES", 6)
+    longer = [step([1, 1], [2, 2]), step([1, 1], [2, 2], done=[True, True])]
+    short = [step([1, 1], [2, 2], done=[True, True])] * 5
+    envs, _ = play(launch(*longer, *short))
+    envs.reset()
+    for _ in range(4):
+        act(envs)
+    assert "in a row" not in capsys.readouterr().out
+    for _ in range(3):
+        act(envs)
+    assert capsys.readouterr().out.count("6 episodes in a row have ended with their first") == 1
+
+
 def test_a_game_that_never_connects_is_not_restarted(play):
     with pytest.raises(GodotGone, match="has not connected to port .* within 0.4 s") as caught:
         play(launch(never=True), timeout=0.4, max_restarts=3)
@@ -1041,3 +1122,10 @@ def test_demo_prints_errors_in_one_line(tmp_path):
         [*command, fake.path, "--steps", "20"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert "shared_policy: 2 agents" in out.stdout and "40 decisions in" in out.stdout, out.stderr
+
+
+def test_the_demo_names_its_own_option_for_a_policy(tmp_path):
+    fake = Fake(tmp_path, launch() | {"info": info(2, names=["cat", "mouse"])})
+    command = [sys.executable, "godot_vec_env.py", "--path", fake.path]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert "several policies, choose one with --policy: cat, mouse" in out.stderr
