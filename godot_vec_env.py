@@ -117,7 +117,8 @@ def main(
         )  # fmt: skip
         demo(make_envs, steps, seed)
     except (GodotError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+        # Messages name the options of the training scripts
+        raise SystemExit(str(error).replace("--behavior", "--policy")) from None
 
 
 if __name__ == "__main__":

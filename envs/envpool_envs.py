@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from envs.sync import check_finite
+from envs.sync import check_numbers
 
 NO_ATTRIBUTES = """EnvPool's envs have no attributes: run gymnasium's with --env-kwargs '{"render_mode": null}'"""
 
@@ -31,7 +31,9 @@ class EnvPoolEnvs:
         """Reset all envs. EnvPool takes its seed in the constructor: `seed` has no effect here."""
         self.ready = np.ones(self.num_envs, bool)
         obs, _ = self.pool.reset()
-        return obs.astype(np.float32), {"ready": self.ready, "closed": ~self.ready}
+        obs = obs.astype(np.float32)
+        check_numbers(obs)
+        return obs, {"ready": self.ready, "closed": ~self.ready}
 
     def step(self, actions):
         self.step_async(actions)
@@ -43,7 +45,7 @@ class EnvPoolEnvs:
     def step_wait(self):
         obs, rewards, terminated, truncated, _ = self.pool.recv()
         obs = obs.astype(np.float32)
-        check_finite(rewards, obs)
+        check_numbers(obs, rewards)
         done = terminated | truncated
         closed = self.ready
         self.ready = ~done

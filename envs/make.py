@@ -94,7 +94,7 @@ def make_unity_envs(args, seed, video=None, **more):
     more: arguments of UnityVecEnv for which the scripts have no option
     """
     settings = {key: getattr(args, key) for key in UNITY_ARGS}
-    settings |= {"parameters": args.env_parameters} | more
+    settings |= {"parameters": args.env_parameters, "timeout": args.timeout_wait} | more
     if video:
         player_args = (*args.player_args, "--render", str(video))
         settings |= {
@@ -113,7 +113,7 @@ def make_godot_envs(args, seed, video=None, **more):
     more: arguments of GodotVecEnv for which the scripts have no option
     """
     settings = {key: getattr(args, key) for key in GODOT_ARGS}
-    settings |= {"policy": args.behavior} | more
+    settings |= {"policy": args.behavior, "timeout": args.timeout_wait} | more
     if video:
         movie = video.with_suffix(".avi").resolve()
         player_args = (*args.player_args, "--write-movie", str(movie))

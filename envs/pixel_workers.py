@@ -22,11 +22,21 @@ if __name__ == "__main__":
 from envs import attributes
 from envs.pixel_wrappers import make_pixel_env
 from envs.sync import MAX_REPLAY_STEPS, SyncEnvs
+from onefile_rl.engines.process import Lines, kill_tree, write_line
 from onefile_rl.engines.scenes import EngineError
+
+# What a worker does before its first answer, and the replay of long episodes, take longer than a step: their deadlines
+# are these multiples of the timeout.
+START_TIMEOUTS = 5
+REPLAY_TIMEOUTS = 60
 
 
 class WorkerDied(EngineError):
     """A worker process has ended. The message contains what it wrote to its standard error."""
+
+
+class WorkerHangs(EngineError):
+    """A worker process does not answer."""
 
 
 class Group(SyncEnvs):
@@ -97,11 +107,16 @@ def make_group(env, num_envs, env_id, settings, arrays):
 
 
 class Worker:
-    """A worker process, as the main process sees it. It has the envs from `first` up to, but not including, `last`."""
+    """A worker process, as the main process sees it. It has the envs from `first` up to, but not including, `last`.
 
-    def __init__(self, first, last, job):
+    timeout: seconds to wait for an answer
+    """
+
+    def __init__(self, first, last, job, timeout):
         self.first = first
         self.last = last
+        self.timeout = timeout
+        self.answers = False  # whether it has answered all requests
         self.name = f"worker of envs {first} to {last - 1}"
         self.log = tempfile.TemporaryFile()
         command = [sys.executable, str(Path(__file__).resolve())]
@@ -112,20 +127,34 @@ class Worker:
         self.process = subprocess.Popen(
             command, env=environment, start_new_session=True, pass_fds=job["files"], **pipes
         )
+        self.lines = Lines(self.process.stdout)
         self.send({"first": first, "last": last, **job})
 
     def send(self, message):
+        self.answers = False
         try:
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+            write_line(self.process.stdin, json.dumps(message).encode(), self.timeout)
+        except TimeoutError:
+            raise self.hangs(self.timeout) from None
         except OSError:
             raise self.died() from None
 
-    def receive(self):
-        line = self.process.stdout.readline()
-        if not line:
+    def receive(self, timeouts=1):
+        """Return the answer to the last request. `timeouts` is a factor of the timeout."""
+        seconds = timeouts * self.timeout
+        try:
+            line = self.lines.read(seconds)
+        except TimeoutError:
+            raise self.hangs(seconds) from None
+        if line is None:
             raise self.died()
+        self.answers = True
         return json.loads(line)
+
+    def hangs(self, seconds):
+        """Return the exception for a process that does not answer."""
+        fix = "check what its envs do, or give a larger --timeout-wait"
+        return WorkerHangs(f"the {self.name} has not answered for {seconds:g} s: {fix}")
 
     def died(self):
         """Return the exception for a process that has ended."""
@@ -140,9 +169,9 @@ class Worker:
         ):  # the process has ended, and the last message cannot be flushed
             self.process.stdin.close()
         try:
-            self.process.wait(5)
+            self.process.wait(5 if self.answers else 0.1)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            kill_tree(self.process)
             self.process.wait()
         self.process.stdout.close()
         self.log.close()

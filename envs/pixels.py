@@ -13,10 +13,18 @@ import numpy as np
 
 from envs import attributes
 from envs.make import VIDEO_STEPS, make_godot_envs, make_unity_envs
-from envs.pixel_workers import Worker, carve, make_group, shared_file, to_json
+from envs.pixel_workers import (
+    REPLAY_TIMEOUTS,
+    START_TIMEOUTS,
+    Worker,
+    carve,
+    make_group,
+    shared_file,
+    to_json,
+)
 from envs.pixel_wrappers import is_rendered_by_mujoco, make_pixel_env
 from envs.rendering import video_writer
-from envs.sync import check_finite, report_restarted, restarted_info, values_per_env
+from envs.sync import check_numbers, report_restarted, restarted_info, values_per_env
 from onefile_rl.engines.scenes import engine
 
 PIXEL_ARGS = ("from_pixels", "image_size", "grayscale", "action_repeat", "env_kwargs")
@@ -44,7 +52,9 @@ def make_envs(args, seed, video=None):
             PixelEnvs(args.env_id, 1, **settings), video
         ), "one gymnasium env, recorded"
     where = f"in {args.num_workers} workers" if args.num_workers else "one after another"
-    envs = PixelEnvs(args.env_id, args.num_envs, args.num_workers, **settings)
+    envs = PixelEnvs(
+        args.env_id, args.num_envs, args.num_workers, timeout=args.timeout_wait, **settings
+    )
     return envs, f"{args.num_envs} gymnasium env(s), {where}"
 
 
@@ -74,8 +84,9 @@ def describe_seen(args, envs):
 class PixelEnvs:
     """Gymnasium envs with images, in this process (`num_workers` 0) or in worker processes."""
 
-    def __init__(self, env_id, num_envs, num_workers=0, **settings):
-        """settings: arguments of make_pixel_env"""
+    def __init__(self, env_id, num_envs, num_workers=0, timeout=60, **settings):
+        """timeout: seconds to wait for an answer of a worker. settings: arguments of make_pixel_env"""
+        self.timeout = timeout
         self.num_envs = num_envs
         self.num_workers = min(num_workers, num_envs)
         self.workers = []
@@ -121,9 +132,9 @@ class PixelEnvs:
             bounds = np.linspace(0, self.num_envs, self.num_workers + 1).astype(int).tolist()
             try:
                 for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-                    self.workers.append(Worker(first, last, job))
+                    self.workers.append(Worker(first, last, job, self.timeout))
                 for worker in self.workers:
-                    worker.receive()
+                    worker.receive(START_TIMEOUTS)
             except BaseException:
                 self.close()
                 raise
@@ -133,7 +144,8 @@ class PixelEnvs:
         try:
             for i, worker in enumerate(self.workers):
                 worker.send([request, values[i] if values else None])
-            return [worker.receive() for worker in self.workers]
+            timeouts = REPLAY_TIMEOUTS if request == "restore" else 1
+            return [worker.receive(timeouts) for worker in self.workers]
         except (
             BaseException
         ):  # an answer may be read in part only: the workers cannot be used any more
@@ -152,6 +164,7 @@ class PixelEnvs:
             self._request("reset", [seed] * len(self.workers))
         else:
             self.group.reset(seed)
+        check_numbers(self.arrays.get("obs.vector", NO_VECTOR))
         return self._obs(), {"ready": self.all_slots, "closed": self.no_slots}
 
     def step(self, actions):
@@ -163,7 +176,7 @@ class PixelEnvs:
         rewards = self.arrays["rewards"].copy()
         terminated = self.arrays["terminated"].copy()
         truncated = self.arrays["truncated"].copy()
-        check_finite(rewards, self.arrays.get("obs.vector", NO_VECTOR))
+        check_numbers(self.arrays.get("obs.vector", NO_VECTOR), rewards)
 
         infos = {"ready": self.all_slots, "closed": self.all_slots}
         for i in np.flatnonzero(terminated | truncated).tolist():
@@ -171,6 +184,7 @@ class PixelEnvs:
                 name: self.arrays[f"final.{name}"][i].copy()
                 for name in self.single_observation_space.spaces
             }
+            check_numbers(final_obs.get("vector", NO_VECTOR)[None], env=i)
             infos.setdefault("final_obs", {})[i] = final_obs
             if self.arrays["success"][i] >= 0:
                 infos.setdefault("is_success", {})[i] = bool(self.arrays["success"][i])

@@ -15,7 +15,8 @@ its free places, and writes the number of the place and the message to its stand
 learner copies the array, and writes the number to the actor's standard input: the place is free
 again. An actor without a free place waits, so it can't get further ahead of the learner than its
 places allow. An actor ends when its standard input is closed, that is, when the learner ends. An
-actor that ends earlier is started again.
+actor that ends earlier is started again. So is an actor that hangs: it has sent nothing for five
+times --timeout-wait.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -36,12 +38,17 @@ import numpy as np
 import torch
 
 from envs.pixels import shared_file
-from onefile_rl import distributed
+from onefile_rl import distributed, signals
 from onefile_rl.arguments import from_plain, to_plain
 from onefile_rl.checkpoints import plain, save
+from onefile_rl.engines.process import SLICE, Lines, PlayerGone, kill_tree
 from onefile_rl.engines.scenes import EngineError, derive_seed
 
 WEIGHTS = "weights.pt"
+# An actor that has sent nothing for this many times --timeout-wait hangs. Its players have a
+# deadline of --timeout-wait themselves, and it starts them again.
+HANG_TIMEOUTS = 5
+REFUSED = 3  # exit code of an actor that refuses what its envs return: starting it again is no help
 
 
 def check(args):
@@ -84,6 +91,9 @@ class ActorProcesses:
                 setattr(self, name, getattr(envs, name))
 
         self.processes = {}  # by number: the process and the file with its error messages
+        self.lines = {}  # by number: what the process writes
+        self.last_times = {}  # by number: when it was started, or has sent something last
+        self.hang_seconds = HANG_TIMEOUTS * args.timeout_wait
         self.restarts = 0
         self.failures_in_a_row = 0
         self.push_error = None  # why the last state could not be written
@@ -138,6 +148,8 @@ class ActorProcesses:
             bufsize=0,
         )
         self.processes[number] = (process, log)
+        self.lines[number] = Lines(process.stdout)
+        self.last_times[number] = time.monotonic()
         self.selector.register(process.stdout, selectors.EVENT_READ, number)
         self.tell(process, job)
 
@@ -161,29 +173,47 @@ class ActorProcesses:
     def receive(self):
         """Wait until an actor has sent something. Return pairs of an array and its message."""
         received = []
+        started = time.monotonic()
         while not received:
-            for key, _ in self.selector.select():
-                process, _ = self.processes[key.data]
-                line = process.stdout.readline()
-                if not line.endswith(b"\n"):
-                    self.restart(key.data)
-                    continue
-                self.failures_in_a_row = 0
-                place, message = json.loads(line)
-                received.append((self.places[place].copy(), message))
-                self.tell(process, place)
+            for key, _ in self.selector.select(SLICE):
+                number = key.data
+                process, _ = self.processes[number]
+                lines = self.lines[number]
+                is_open = lines.fill()
+                while (line := lines.pop()) is not None:
+                    self.failures_in_a_row = 0
+                    self.last_times[number] = time.monotonic()
+                    place, message = json.loads(line)
+                    received.append((self.places[place].copy(), message))
+                    self.tell(process, place)
+                if not is_open:
+                    self.restart(number)
+            self.restart_hanging()
+            if not received:
+                signals.check_stop(started)
         return received
 
-    def restart(self, number):
-        """Start a process again that has ended."""
+    def restart_hanging(self):
+        """Start the processes again that have sent nothing for too long. An actor without a free
+        place has sent something that was not received yet, so it is not among them."""
+        for number, last_time in list(self.last_times.items()):
+            is_late = time.monotonic() > last_time + self.hang_seconds
+            if is_late and not self.lines[number].poll.poll(0):
+                kill_tree(self.processes[number][0])
+                self.restart(number, f"has sent nothing for {self.hang_seconds:g} s")
+
+    def restart(self, number, what=None):
+        """Start a process again that has ended. `what` says why, if it was ended from here."""
         process, log = self.processes.pop(number)
         self.selector.unregister(process.stdout)
         code, error = end(process, log)
+        if code == REFUSED:
+            raise EngineError(f"actor {number}: {error}")
+        what = what or f"ended with exit code {code}"
         if self.failures_in_a_row >= self.args.max_restarts:
             restarts = f"{self.failures_in_a_row} restarts in a row"
-            raise EngineError(f"actor {number} ended with exit code {code}, {restarts}: {error}")
-        ended = f"Actor {number} ended with exit code {code}"
-        print(f"\n{ended} and is started again: {error}", flush=True)
+            raise EngineError(f"actor {number} {what}, {restarts}: {error}")
+        print(f"\nActor {number} {what} and is started again: {error}", flush=True)
         self.restarts += 1
         self.failures_in_a_row += 1
         self.start(number)
@@ -192,22 +222,24 @@ class ActorProcesses:
         for process, _ in self.processes.values():
             with contextlib.suppress(OSError):
                 process.stdin.close()
+        deadline = time.monotonic() + 5
         for process, log in self.processes.values():
-            end(process, log)
+            end(process, log, max(deadline - time.monotonic(), 0.1))
         self.processes.clear()
         self.stack.close()
         if self.folder:
             (self.folder / WEIGHTS).unlink(missing_ok=True)
 
 
-def end(process, log):
-    """End a process. Return its exit code and the last line of its error messages."""
+def end(process, log, seconds=5):
+    """End a process, which has some seconds to end by itself. Return its exit code and the last
+    line of its error messages."""
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:
-        process.wait(5)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        kill_tree(process)
         process.wait()
     process.stdout.close()
     log.seek(0)
@@ -275,8 +307,15 @@ def main():
     torch.set_num_threads(1)
     with open(job["memory"], "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    with contextlib.suppress(LearnerGone):
+    try:
         script.run_actor(args, job["spec"], job["seed"], Learner(job, memory, output))
+    except LearnerGone:
+        pass
+    except PlayerGone:  # starting the actor again may help
+        raise
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

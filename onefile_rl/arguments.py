@@ -45,6 +45,7 @@ FREE = {
     "resume",
     "rollout_share",
     "time_scale",
+    "timeout_wait",
     "total_timesteps",
     "track",
     "trust",
@@ -57,11 +58,13 @@ FREE = {
 ABOVE_0 = {
     "checkpoint_interval",
     "eval_episodes",
+    "eval_steps",
     "keep_checkpoints",
     "max_agents",
     "num_envs",
     "num_players",
     "time_scale",
+    "timeout_wait",
     "total_timesteps",
     "video_interval",
 }
@@ -73,6 +76,7 @@ AT_MOST = {
     "num_envs": 10_000,
     "num_players": 1_000,
     "seed": 2**31,
+    "timeout_wait": 1e6,
 }
 LARGEST_INT = 2**40
 LARGEST_FLOAT = 1e30
@@ -164,6 +168,8 @@ class Args:
     """the port of the first player, the others use the ports that follow; by default, free ports are chosen"""
     max_restarts: int = 3
     """the number of consecutive restarts of a crashed or hanging player before the run stops"""
+    timeout_wait: float = 60.0
+    """the seconds to wait for an answer of a player or a worker process before it counts as hanging"""
     max_agents: int | None = None
     """the number of agent slots per Unity player; by default, the number of agents in the first step"""
     env_parameters: Numbers = field(default_factory=dict)
@@ -191,6 +197,8 @@ class Args:
     """evaluate the deterministic policy of this run or checkpoint, runs/NAME or runs/NAME/best.pt, without training"""
     eval_episodes: int = 20
     """the number of evaluation episodes, divided equally among the agents"""
+    eval_steps: int = 100_000
+    """the number of steps after which an evaluation does not wait any longer for the end of an agent's episode"""
     export: str | None = None
     """write the policy of this run or checkpoint to policy.onnx, for Unity or Godot, and for Godot to policy.json"""
     trust: bool = False

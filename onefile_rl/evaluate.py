@@ -20,6 +20,9 @@ from onefile_rl.checkpoints import (
 )
 from onefile_rl.engines.scenes import EngineError, derive_seed, engine
 
+EMPTY_STEPS = 1_000  # an evaluation does not wait longer for an agent to appear in a slot
+LONGEST_VIDEO = 10_000  # decisions, of an episode that does not end
+
 
 def play_vectors(agent, spec, num_envs):
     """Return the function `play` that evaluate() needs, for an agent with vector observations.
@@ -50,26 +53,42 @@ def play_vectors(agent, spec, num_envs):
 def evaluate(play, envs, episodes, seed, steps=math.inf):
     """Return the returns, lengths and successes of `episodes` episodes, as the rows of an array.
 
-    Every agent plays the same number of episodes, so that agents with short episodes do not dominate the mean. A
-    success is nan if the env does not report one. The evaluation ends after `steps` steps at the latest.
+    A success is nan if the env does not report one. The evaluation ends after `steps` steps at the latest. See
+    play_episodes().
+    """
+    results, _ = play_episodes(play, envs, episodes, seed, steps)
+    return results
+
+
+def play_episodes(play, envs, episodes, seed, steps=math.inf, patience=math.inf):
+    """Play `episodes` episodes. Return the returns, lengths and successes of those that ended, and the returns and
+    lengths so far of those that did not, both as the rows of an array.
+
+    Every agent plays the same number of episodes, so that agents with short episodes do not dominate the mean. A slot
+    whose episode has not ended after `patience` steps is not waited for any longer. Neither is a slot without an agent:
+    the other slots play its episodes. The evaluation ends after `steps` steps at the latest.
 
     play(obs, infos, slots, new_episode) returns the env actions of the slots `slots`. obs, infos and the boolean array
     new_episode have an entry for every slot.
     """
     num_envs = envs.num_envs
     action_space = envs.single_action_space
-    episodes_left = np.full(num_envs, episodes // num_envs)
-    episodes_left[: episodes % num_envs] += 1
+    episodes_left = np.zeros(num_envs, int)
+    share_out(episodes, episodes_left, np.arange(num_envs))
 
     results = []
+    unfinished = []
     episode_return = np.zeros(num_envs)
     episode_length = np.zeros(num_envs, int)
     new_episode = np.ones(num_envs, bool)
+    last_end = np.zeros(num_envs, int)  # the step at which the slot's last episode ended
+    given_up = np.zeros(num_envs, bool)
     actions = np.zeros((num_envs, *action_space.shape), action_space.dtype)
     obs, infos = envs.reset(seed=seed)
+    step = 0
 
-    while episodes_left.any() and steps > 0:
-        steps -= 1
+    while episodes_left.any() and step < steps:
+        step += 1
         slots = np.flatnonzero(infos["ready"])
         if len(slots):
             actions[slots] = play(obs, infos, slots, new_episode).reshape(-1, *action_space.shape)
@@ -87,7 +106,27 @@ def evaluate(play, envs, episodes, seed, steps=math.inf):
                 episodes_left[slot] -= 1
             episode_return[slot] = 0
             episode_length[slot] = 0
-    return np.array(results).T
+            last_end[slot] = step
+
+        # Give up episodes that do not end, and slots that have no agent
+        waited = (step - last_end) * (episodes_left > 0)
+        if waited.max() > min(patience, EMPTY_STEPS):
+            empty = new_episode & ~infos["ready"]
+            is_endless = ~empty & (waited > patience)
+            unfinished += zip(episode_return[is_endless], episode_length[is_endless], strict=True)
+            is_empty = empty & (waited > EMPTY_STEPS)
+            given_up |= is_endless | is_empty
+            num_freed = episodes_left[is_empty].sum()
+            episodes_left[given_up] = 0
+            share_out(num_freed, episodes_left, np.flatnonzero(~given_up & ~empty))
+    return np.reshape(results, (-1, 3)).T, np.reshape(unfinished, (-1, 2)).T
+
+
+def share_out(episodes, episodes_left, slots):
+    """Add a number of episodes to those that `slots` have left, as equally as possible."""
+    if len(slots):
+        episodes_left[slots] += episodes // len(slots)
+        episodes_left[slots[: episodes % len(slots)]] += 1
 
 
 def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
@@ -110,8 +149,8 @@ def mean_returns(make_envs, args, play, variants, episodes=8, steps=3_000):
 def record_video(args, make_envs, play, agent, spec, path):
     """Record a video of the deterministic policy in a separate env.
 
-    The video shows one episode of a gymnasium env, or VIDEO_STEPS steps of a bundled scene. It is complete or does not
-    exist: an OSError says why it could not be written.
+    The video shows one episode of a gymnasium env, at most LONGEST_VIDEO steps of it, or VIDEO_STEPS steps of a bundled
+    scene. It is complete or does not exist: an OSError says why it could not be written.
     """
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
@@ -137,7 +176,7 @@ def record(args, make_envs, play, agent, spec, path):
         raise ValueError(f"--capture-video: {error}") from None
 
     episodes = 1
-    steps = math.inf
+    steps = LONGEST_VIDEO
     if engine(args):
         episodes = 10**9  # the number of steps is the limit
         steps = getattr(envs, "video_steps", VIDEO_STEPS)
@@ -173,14 +212,12 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
             if plain(value) != spec[key]:
                 raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
         play_agent = play(agent, spec, envs.num_envs)
-        returns, lengths, successes = evaluate(play_agent, envs, args.eval_episodes, seed)
+        results, unfinished = play_episodes(
+            play_agent, envs, args.eval_episodes, seed, patience=args.eval_steps
+        )
 
-    line = f"{path} after {state['global_step']:,} decisions, {len(returns)} episodes"
-    line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"
-    line += f", from {returns.min():.2f} to {returns.max():.2f}"
-    if not np.isnan(successes).any():
-        line += f"; success {successes.mean():.1%}"
-    print(line)
+    line = f"{path} after {state['global_step']:,} decisions, "
+    print(line + summary(args, *results, *unfinished))
 
     if args.capture_video:
         video = path.parent / "videos" / "evaluation.mp4"
@@ -189,3 +226,21 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
         except OSError as error:
             raise ValueError(f"{video} could not be written: {error}") from None
         print(f"Wrote {video}")
+
+
+def summary(args, returns, lengths, successes, returns_so_far, lengths_so_far):
+    """Return the result of an evaluation in words. The last two arguments are those of episodes that did not end."""
+    line = f"{len(returns)} episodes"
+    if len(returns):
+        line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"
+        line += f", from {returns.min():.2f} to {returns.max():.2f}"
+        if not np.isnan(successes).any():
+            line += f"; success {successes.mean():.1%}"
+    if len(returns) < args.eval_episodes:
+        missing = args.eval_episodes - len(returns)
+        line += f"; {missing} of {args.eval_episodes} episodes are missing"
+    if len(returns_so_far):
+        running = f"{len(returns_so_far)} agents did not end an episode within --eval-steps {args.eval_steps} steps"
+        so_far = f"return {returns_so_far.mean():.2f} so far, in {lengths_so_far.mean():.0f} decisions on average"
+        line += f": {running}, with a {so_far}"
+    return line

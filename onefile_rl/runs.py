@@ -219,6 +219,8 @@ class Run:
 
     def stop_after_iteration(self, number, _):
         self.stop.append(number)
+        if distributed.SIZE == 1:  # the other ranks would wait for a rank that does not finish
+            signals.note_stop()
         signals.handle(self.stop_at_once)
         with contextlib.suppress(OSError):  # not print(), which may have been interrupted
             os.write(
@@ -238,6 +240,7 @@ class Run:
     def __exit__(self, kind, error, _):
         signals.handle(lambda *_: None)  # what follows must not be interrupted
         ended.append(True)
+        signals.stop_times.clear()
         self.frame = None
         gc.unfreeze()
         problem = None

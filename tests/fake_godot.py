@@ -2,9 +2,10 @@
 
     fake_godot.py --scenario=FILE --port=N      FILE: {"log": path, "launches": [{"info", "reset", "steps"}, ...]}
 
-Each launch uses the next entry of "launches". A step is a message, the text of a message, or the name of a fault. The
-log has one line for each launch and for each message that was received. Only small modules of the standard library are
-imported, so that the game starts in a few hundredths of a second.
+Each launch uses the next entry of "launches". A step is a message, the text of a message, the name of a fault, or a
+list: ["both", message, message] or ["print", text, times, message]. The log has one line for each launch and for each
+message that was received. Only small modules of the standard library are imported, so that the game starts in a few
+hundredths of a second.
 """
 
 import json
@@ -49,7 +50,12 @@ def packed(message):
 
 
 def send(what):
-    if not isinstance(what, str):
+    if isinstance(what, list) and what[0] == "print":  # a text a number of times, and a message
+        print(what[1] * what[2], flush=True)
+        sock.sendall(packed(what[3]))
+    elif isinstance(what, list):  # several messages at once
+        sock.sendall(b"".join(packed(message) for message in what[1:]))
+    elif not isinstance(what, str):
         sock.sendall(packed(what))
     elif what == "crash":
         print("it hurts", flush=True)
@@ -94,6 +100,10 @@ def send(what):
         time.sleep(600)
 
 
+print(launch.get("prints", ""), flush=True)
+if launch.get("dies", "") in (True, options.get("env_seed")):
+    print("no license", flush=True)
+    os._exit(3)
 if launch.get("late"):
     time.sleep(launch["late"])
 if launch.get("never"):

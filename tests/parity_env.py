@@ -115,6 +115,58 @@ class MaskedBranches(Branches):
         return super().step(action)
 
 
+class Huge(Branches):
+    """Returns the huge number `value` at `step` (0: the reset) as a reward, an observation or a final observation."""
+
+    def __init__(self, value=1e300, step=3, where="reward"):
+        self.value = value
+        self.at = step
+        self.where = where
+
+    def _see(self, obs, is_final=False):
+        obs = obs.astype(np.float64)
+        if self.t == self.at and self.where == ("final" if is_final else "observation"):
+            obs[1] = self.value
+        return obs
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        self.t = 0
+        return self._see(obs), info
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        self.t += 1
+        if self.t == self.at and self.where == "reward":
+            reward = self.value
+        return self._see(obs, self.t == 5), reward, self.t == 5, False, {}
+
+
+class HugePixels(DummyPixels):
+    """Returns a huge reward in the third step, or a huge vector with the final observation."""
+
+    def __init__(self, where="reward"):
+        super().__init__(size=36)
+        position = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.observation_space = gym.spaces.Dict(
+            {"image": self.observation_space, "position": position}
+        )
+        self.where = where
+
+    def reset(self, **kwargs):
+        self.t = 0
+        image, info = super().reset(**kwargs)
+        return {"image": image, "position": np.zeros(2)}, info
+
+    def step(self, action):
+        self.t += 1
+        image, reward, *_ = super().step(action)
+        if self.t == 3 and self.where == "reward":
+            reward = 1e300
+        position = np.full(2, 1e35 if self.t == 5 and self.where == "final" else 0)
+        return {"image": image, "position": position}, reward, self.t == 5, False, {}
+
+
 class Masked(MaskedBranches):
     action_space = gym.spaces.Discrete(3)
 
@@ -245,6 +297,8 @@ gym.register("MaskedBranches-v0", MaskedBranches, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
+gym.register("Huge-v0", Huge)
+gym.register("HugePixels-v0", HugePixels)
 gym.register("Square-v0", Square, max_episode_steps=7)
 gym.register("Unbounded-v0", Unbounded, max_episode_steps=7)
 for kind in ("", "Discrete", "MultiDiscrete"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from onefile_rl.engines.limits import describe, find_invalid
 from onefile_rl.engines.messages import End, Layout, Message
 from onefile_rl.engines.process import (
     LARGEST_MESSAGE,
@@ -26,6 +27,7 @@ from onefile_rl.engines.process import (
 )
 from onefile_rl.engines.scenes import GODOT_SCENES
 
+NO_SYNC = "check that its scene has a Sync node in training mode"
 MOST = 100_000  # agents of a game, numbers in an observation, actions of an agent
 INVALID = (
     AttributeError,
@@ -47,6 +49,22 @@ class GodotError(PlayerError):
 
 class GodotGone(GodotError, PlayerGone):
     """The game crashed or hangs. Starting it again may help."""
+
+
+def find_errors(lines):
+    """Return the errors in Godot's output, each with the place in a script where it happened."""
+    errors = []
+    for i, line in enumerate(lines):
+        if not line.startswith(("ERROR:", "SCRIPT ERROR:", "USER ERROR:", "Error:")):
+            continue
+        error = line.strip()
+        place = lines[i + 1].strip() if i + 1 < len(lines) else ""
+        if place.startswith("at: ") and "res://" in place:
+            error += f" {place}"
+        if "No loader found" in line and ".cs" in line:
+            error += ": a C# script needs the .NET edition of Godot"
+        errors.append(error)
+    return errors
 
 
 def find_godot(path):
@@ -146,16 +164,34 @@ class Game(Process):
     @property
     def hint(self):
         """A script error does not end a game: Godot prints it, and the game does not answer any more."""
-        errors = [line for line in self.last_output() if "ERROR" in line] if self.process else []
-        return (
-            errors[-1].strip()
-            if errors
-            else "check that its scene has a Sync node in training mode"
-        )
+        errors = find_errors(self.log.last_lines()) if self.process else []
+        return errors[-1] if errors else NO_SYNC
 
     @property
     def connect_hint(self):
-        return f": {self.hint}"
+        """Before a game connects, its first error is the cause of the others."""
+        errors = find_errors(self.log.first_lines()) if self.process else []
+        return f": {errors[0] if errors else NO_SYNC}"
+
+    def explain_wait(self):
+        errors = find_errors(self.log.first_lines()) if self.process else []
+        if errors:
+            self.announce("not connected", f"{self.name} has not connected yet: {errors[0]}")
+
+    def last_words(self):
+        lines = self.log.last_lines()
+        if self.wire is None:
+            errors = find_errors(self.log.first_lines())
+            return errors[0] if errors else super().last_words()
+        # The lines below an error, which say where it happened, are indented
+        errors = find_errors(lines) if lines and lines[-1].startswith(" ") else []
+        return errors[-1] if errors else super().last_words()
+
+    def note_output(self, lines):
+        errors = [error for error in find_errors(lines) if error.startswith("SCRIPT ERROR")]
+        if errors:
+            what = "reports a script error, and the run continues"
+            self.announce("script error", f"{self.name} {what}: {errors[0]}")
 
     # Start
 
@@ -173,7 +209,7 @@ class Game(Process):
         """
         info = self.receive_message("env_info")
         try:
-            self.size = int(info["n_agents"])  # of all policies
+            self.size = whole_number(info["n_agents"])  # of all policies
             if not 0 < self.size <= MOST:
                 raise ValueError(f"{self.size} agents")
             names = [
@@ -236,7 +272,7 @@ class Game(Process):
     def receive(self):
         """Return the answer to the last request."""
         message = self.receive_message(self.request)
-        message["info"] = message.get("info") or [{}] * self.size
+        message["info"] = message.get("info") or [None] * self.size
         for name in LISTS[self.request]:
             entries = message.get(name)
             if not isinstance(entries, list) or len(entries) != self.size:
@@ -245,7 +281,7 @@ class Game(Process):
                     f"{self.name}: its {name!r} has {what}, and there are {self.size} agents"
                 )
         infos = self._trained(message["info"])
-        infos = [info if isinstance(info, dict) else {} for info in infos] if any(infos) else None
+        infos = self._decode_infos(infos) if any(infos) else None
         observations = self.layout.observe(self._trained(message["obs"]), self.name, self.agents)
 
         # All agents decide at the same time, so all have a reward and request the next decision.
@@ -254,7 +290,7 @@ class Game(Process):
             rewards = np.zeros(self.num_agents)
         else:
             rewards = self._numbers("reward", self._trained(message["reward"]))
-            if any(message["done"]):
+            if message["done"].count(False) < self.size:
                 ends = self._decode_ends(
                     self._trained(message["done"]), rewards, infos or [{}] * self.num_agents
                 )
@@ -288,19 +324,36 @@ class Game(Process):
             raise GodotError(f"{self.name}: its {name} is not a list of numbers") from None
         return numbers
 
+    def _decode_infos(self, infos):
+        """Return the dict of each agent's get_info(), which may return null instead of an empty one."""
+        for agent, info in zip(self.agents, infos, strict=True):
+            if info is not None and not isinstance(info, dict):
+                what = "get_info() must return a Dictionary"
+                raise GodotError(f"{self.name}, agent {agent}: its info is {info!r}: {what}")
+        return [info or {} for info in infos]
+
+    def _flag(self, agent, name, value):
+        """Return a boolean of a message. The word "false" is not one: it would count as true."""
+        if value in (False, True) and isinstance(value, (bool, int, float)):
+            return bool(value)
+        where = f"{self.name}, agent {agent}"
+        raise GodotError(f"{where}: its {name} is {value!r}: it must be true or false")
+
     def _decode_ends(self, done, rewards, infos):
         ends = []
         for agent, is_done, reward, info in zip(self.agents, done, rewards, infos, strict=True):
-            if not is_done:
+            if not self._flag(agent, "done", is_done):
                 continue
             final_obs = None
             if info.get("terminal_observation") is not None:
                 rows = self.layout.observe([info["terminal_observation"]], self.name, [agent])
                 final_obs = {name: array[0] for name, array in rows.items()}
-            success = bool(info["is_success"]) if "is_success" in info else None
-            ends.append(
-                End(agent, reward, bool(info.get("TimeLimit.truncated")), final_obs, success)
-            )
+            flags = {}
+            for name in ("TimeLimit.truncated", "is_success"):
+                if info.get(name) is not None:
+                    flags[name] = self._flag(agent, name, info[name])
+            truncated = flags.get("TimeLimit.truncated", False)
+            ends.append(End(agent, reward, truncated, final_obs, flags.get("is_success")))
         return ends
 
     def _decode_masks(self, infos):
@@ -312,7 +365,7 @@ class Game(Process):
             if not isinstance(mask, list) or len(mask) != masks.shape[1]:
                 what = f"its action_mask must have {masks.shape[1]} entries, one for each discrete action"
                 raise GodotError(f"{self.name}, agent {agent}: {what}")
-            masks[row] = [bool(allowed) for allowed in mask]
+            masks[row] = [self._flag(agent, "action_mask", allowed) for allowed in mask]
         return masks
 
     def _decode_statistics(self, infos):
@@ -331,6 +384,7 @@ class Game(Process):
 
     def reset(self):
         """Tell the game to start new episodes."""
+        self._check_in_step()
         self.request = "reset"
         self.send_message({"type": "reset"})
 
@@ -342,8 +396,17 @@ class Game(Process):
             for agent, spaces in self.untrained:
                 of_agent[agent] = self._random_actions(spaces)
             actions = [of_agent[agent] for agent in range(self.size)]
+        self._check_in_step()
         self.request = "step"
         self.send_message({"type": "action", "action": actions})
+
+    def _check_in_step(self):
+        """Raise an error if the game has sent something that was not requested: later answers would be too late by one
+        step, because a message does not say which request it answers."""
+        if self.wire.poll():
+            raise self.error(
+                "sent more than one message for a request: its answers are out of step"
+            )
 
     def _random_actions(self, spaces):
         return {
@@ -403,21 +466,22 @@ class GodotLayout(Layout):
                 values = [row[name] for row in rows]
                 vectors.append(np.array(values, np.float32).reshape(len(rows), size))
             for name, shape in self.images.items():
-                pixels = b"".join(bytes.fromhex(row[name]) for row in rows)
-                observations[name] = np.frombuffer(pixels, np.uint8).reshape(len(rows), *shape)
+                images = [bytes.fromhex(row[name]) for row in rows]
+                observations[name] = decode_images(images, shape)
         except INVALID:
             expected = self.images.get(name) or f"{self.vectors[name]} numbers"
-            hint = "; a camera needs a display" if name in self.images else ""
-            what = f"{name!r} of get_obs() is not the {expected} of get_obs_space(){hint}"
+            what = f"{name!r} of get_obs() is not the {expected} of get_obs_space()"
+            if name in self.images:
+                what += explain_image(rows, name)
             raise GodotError(
                 f"{game_name}, agent {', '.join(map(str, agents[:4]))}: {what}"
             ) from None
         if vectors:
             floats = vectors[0] if len(vectors) == 1 else np.concatenate(vectors, axis=1)
-            if not np.isfinite(floats).all():
-                row, column = np.argwhere(~np.isfinite(floats))[0]
+            if found := find_invalid(floats):
+                row, column = found
                 where = f"{game_name}, agent {agents[row]}"
-                raise GodotError(f"{where}: observation {column} is {floats[row, column]}")
+                raise GodotError(f"{where}: observation {column} is {describe(floats[found])}")
             observations["vector"] = floats
         return observations
 
@@ -433,6 +497,40 @@ class GodotLayout(Layout):
         return [dict(zip(self.actions, row, strict=True)) for row in zip(*values, strict=True)]
 
 
+def decode_images(images, shape):
+    """Return images (height, width, channels), given as bytes, as one array.
+
+    The plugin's camera declares three channels, and sends four if its viewport is transparent: the last one is dropped.
+    """
+    height, width, channels = shape
+    sent = len(images[0]) // (height * width)
+    pixels = np.frombuffer(b"".join(images), np.uint8).reshape(len(images), height, width, sent)
+    if sent == 4 and channels == 3:
+        return np.ascontiguousarray(pixels[..., :3])
+    if sent != channels:
+        raise ValueError(f"{sent} channels")
+    return pixels
+
+
+def explain_image(rows, name):
+    """Return why images are not what they should be, for the end of an error message."""
+    sizes = {
+        len(row[name]) // 2
+        for row in rows
+        if isinstance(row, dict) and isinstance(row.get(name), str)
+    }
+    if 0 in sizes:
+        return ", it is empty: a camera needs a display"
+    return f", it has {min(sizes)} bytes" if sizes else ""
+
+
+def whole_number(value):
+    """Return a number of a message as an int. Godot may write it with a fraction of 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
 def read_observations(spaces):
     """Return a dict from the name of each observation to its shape and whether it is an image.
 
@@ -441,7 +539,7 @@ def read_observations(spaces):
     observations = {}
     for name, space in spaces.items():
         shape = [space["size"]] if isinstance(space["size"], (int, float)) else space["size"]
-        shape = tuple(map(int, shape))
+        shape = tuple(map(whole_number, shape))
         is_image = "2d" in name
         if space.get("space", "box") != "box":
             raise ValueError(f"{name!r} is {space['space']!r}: send it as numbers, one-hot")
@@ -461,10 +559,11 @@ def read_observations(spaces):
 
 def read_actions(spaces):
     """Return a dict from the name of each action to its size and whether it is discrete."""
-    actions = {
-        name: (int(space["size"]), space["action_type"] == "discrete")
-        for name, space in spaces.items()
-    }
+    actions = {}
+    for name, space in spaces.items():
+        if space["action_type"] not in ("discrete", "continuous"):
+            raise ValueError(f"{name!r} has the action_type {space['action_type']!r}")
+        actions[name] = (whole_number(space["size"]), space["action_type"] == "discrete")
     sizes = [size for size, _ in actions.values()]
     if not sizes or min(sizes) < 1 or sum(sizes) > MOST:
         raise ValueError(f"actions of the sizes {sizes}")

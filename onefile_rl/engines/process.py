@@ -7,6 +7,7 @@ unity.py and godot.py implement the protocols of their engines on top of this mo
 """
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,12 +18,24 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
+from onefile_rl import signals
 from onefile_rl.engines.scenes import EngineError
 
 GRACE = 5  # seconds that a game has to exit after the message that tells it to
+NOTICE_SECONDS = 3  # after which the errors of a game that has not connected are shown
+LOG_INTERVAL = 1  # seconds between two looks at the output of a game
+LARGEST_LOG = 2**20  # bytes of output that are kept on the disk
+FIRST_OUTPUT = 2**14  # bytes at the start of the output that are kept in memory
+LAST_OUTPUT = 2**12  # bytes at its end that are searched for errors
 LARGEST_MESSAGE = (
     2**29
 )  # bytes; far above any scene's messages, so that a faulty peer cannot fill the memory
+SLICE = 0.2  # seconds of a wait after which it is checked whether the run was asked to stop
 SPIN_SECONDS = 1.5e-3 if hasattr(os, "sched_yield") else 0
 DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)  # not available on Windows
 
@@ -57,6 +70,8 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.buffer = bytearray()
+        self.gave_up = False  # whether a wait for the peer ended without success
+        self.during_wait = None  # a function that is called several times a second in long waits
 
     def close(self):
         self.sock.close()
@@ -84,22 +99,99 @@ class Stream:
             raise ConnectionError("the peer closed the connection")
         self.buffer += chunk
 
+    def poll(self):
+        """Append the bytes that have arrived to the buffer, without waiting. Return whether it has any."""
+        if DONTWAIT:
+            with suppress(BlockingIOError):
+                self.buffer += self.sock.recv(self.chunk_size, DONTWAIT)
+        return bool(self.buffer)
+
     def _write(self, data, deadline):
         """Send `data`. Almost always the socket's buffer has room for all of it and there is no wait."""
         try:
             sent = self.sock.send(data, DONTWAIT) if DONTWAIT else 0
         except BlockingIOError:
             sent = 0
-        if sent < len(data):
-            self._before(deadline, self.sock.sendall, memoryview(data)[sent:])
+        while sent < len(data):
+            sent += self._before(deadline, self.sock.send, memoryview(data)[sent:])
 
     def _before(self, deadline, call, argument):
-        """Call a method of the socket with the timeout that is left until `deadline`."""
-        self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+        """Call a method of the socket, which waits until `deadline`, or until a signal ends the run."""
+        started = time.monotonic()
         try:
-            return call(argument)
+            while True:
+                left = SLICE if deadline is None else deadline - time.monotonic()
+                self.sock.settimeout(max(min(left, SLICE), 1e-3))
+                try:
+                    return call(argument)
+                except TimeoutError:
+                    if left < SLICE:
+                        raise
+                    signals.check_stop(started)
+                    if self.during_wait:
+                        self.during_wait()
+        except (TimeoutError, KeyboardInterrupt):
+            self.gave_up = True
+            raise
         finally:
             self.sock.settimeout(None)
+
+
+class Lines:
+    """The lines that a process writes to `pipe`. Reading a line has a deadline, even in the middle of the line."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+        self.poll = select.poll()
+        self.poll.register(pipe, select.POLLIN)
+        self.buffer = bytearray()
+        self.searched = 0  # bytes of the buffer without a line break
+
+    def fill(self):
+        """Append the bytes that have arrived to the buffer. Return False if the process has closed the pipe."""
+        chunk = os.read(self.pipe.fileno(), 1 << 16)
+        self.buffer += chunk
+        return bool(chunk)
+
+    def pop(self):
+        """Return the next line in the buffer without its line break, or None if there is no whole line."""
+        end = self.buffer.find(b"\n", self.searched)
+        if end < 0:
+            self.searched = len(self.buffer)
+            return None
+        line = bytes(self.buffer[:end])
+        del self.buffer[: end + 1]
+        self.searched = 0
+        return line
+
+    def read(self, timeout):
+        """Wait for a line. Return None if the process closed the pipe, and raise TimeoutError after `timeout` s."""
+        started = time.monotonic()
+        while (line := self.pop()) is None:
+            if self.poll.poll(1000 * min(timeout, SLICE)):
+                if not self.fill():
+                    return None
+            elif time.monotonic() > started + timeout:
+                raise TimeoutError("timed out")
+            else:
+                signals.check_stop(started)
+        return line
+
+
+def write_line(pipe, line, timeout):
+    """Write `line` and a line break to the pipe of a process. Raise TimeoutError if it does not read it in time."""
+    started = time.monotonic()
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    data = memoryview(line + b"\n")
+    while data:
+        if poll.poll(1000 * min(timeout, SLICE)):
+            sent = os.write(pipe.fileno(), data[: select.PIPE_BUF])  # this many do not block
+            data = data[sent:]
+        elif time.monotonic() > started + timeout:
+            raise TimeoutError("timed out")
+        else:
+            signals.check_stop(started)
 
 
 def find_build(path, error):
@@ -209,6 +301,21 @@ def process_tree(leader):
     return found
 
 
+def kill_tree(process):
+    """Kill a process that leads a session, and all processes that it has started.
+
+    On Windows, only the process itself is killed.
+    """
+    for pid in process_tree(process.pid):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
 def find_peer(sock):
     """Return the user id and the inode of the local socket that `sock` is connected to, or None if it is closed.
 
@@ -231,6 +338,65 @@ def find_peer(sock):
             ):  # 0: closed by its process
                 return int(fields[7]), inode
     return None
+
+
+class Log:
+    """The output of a process, in a file without a name that does not grow without limit.
+
+    A game that prints an error in every frame writes megabytes a second. The file is emptied when it is large. This
+    needs a file to which writes are always appended, which Windows does not have.
+    """
+
+    def __init__(self):
+        self.file = tempfile.TemporaryFile(buffering=0)
+        if fcntl:
+            fcntl.fcntl(
+                self.file, fcntl.F_SETFL, fcntl.fcntl(self.file, fcntl.F_GETFL) | os.O_APPEND
+            )
+        self.first = b""  # the first bytes, if the file was emptied
+        self.last = b""  # the last bytes before the file was emptied
+        self.position = 0  # up to which read_new() has read
+        self.due_at = 0.0
+
+    def _read(self, start, size):
+        self.file.seek(start)
+        return self.file.read(size)
+
+    def is_due(self):
+        """Return whether it is time for read_new()."""
+        now = time.monotonic()
+        if not fcntl or now < self.due_at:
+            return False
+        self.due_at = now + LOG_INTERVAL
+        return True
+
+    def read_new(self):
+        """Return the lines that were written since the last call, at most 1 MiB of them. Empty a large file."""
+        size = os.fstat(self.file.fileno()).st_size
+        new = self._read(self.position, min(size - self.position, LARGEST_LOG))
+        self.position = size
+        if size > LARGEST_LOG:
+            self.first = self.first or self._read(0, FIRST_OUTPUT)
+            self.last = self._read(size - LAST_OUTPUT, LAST_OUTPUT)
+            self.file.truncate(0)
+            self.position = 0
+        return to_lines(new)
+
+    def first_lines(self):
+        return to_lines(self.first or self._read(0, FIRST_OUTPUT))
+
+    def last_lines(self):
+        size = os.fstat(self.file.fileno()).st_size
+        end = self._read(max(0, size - LAST_OUTPUT), LAST_OUTPUT)
+        return to_lines((self.last + end)[-LAST_OUTPUT:])
+
+    def close(self):
+        self.file.close()
+
+
+def to_lines(output):
+    """Return the lines of a process's output that are not empty."""
+    return [line for line in output.decode(errors="replace").split("\n") if line.strip()]
 
 
 class Process:
@@ -293,8 +459,8 @@ class Process:
         # The game gets its own session: Ctrl-C interrupts only this process, which then closes the game.
         command = command(self.port)
         try:
-            self.log = tempfile.TemporaryFile()
-            streams = dict(stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+            self.log = Log()
+            streams = dict(stdin=subprocess.DEVNULL, stdout=self.log.file, stderr=self.log.file)
             self.process = subprocess.Popen(command, **streams, start_new_session=True)
         except (OSError, ValueError) as reason:  # ValueError: an argument with a null byte
             self.listener.close()
@@ -313,7 +479,8 @@ class Process:
         `make_wire(sock, seconds)` returns the wire for a connection; it raises an OSError if the peer does not speak
         the protocol.
         """
-        deadline = time.monotonic() + self.timeout
+        started = time.monotonic()
+        deadline = started + self.timeout
         rejected = 0
         self.listener.settimeout(0.1)
         while self.wire is None:
@@ -327,6 +494,10 @@ class Process:
             try:
                 sock = self.listener.accept()[0]
             except TimeoutError:
+                signals.check_stop(started)
+                self.check_log()
+                if time.monotonic() > started + NOTICE_SECONDS:
+                    self.explain_wait()
                 continue
             except OSError as error:
                 raise self.error(f"failed to connect: {error}") from None
@@ -343,6 +514,10 @@ class Process:
                     sock.close()
             rejected += 1
         self.listener.close()
+        self.wire.during_wait = self.check_log
+
+    def explain_wait(self):
+        """Print a notice about a game that has not connected yet, if there is something to say."""
 
     def is_peer(self, sock):
         """Return whether the game, and not some other process, is at the other end of `sock`.
@@ -387,16 +562,25 @@ class Process:
         """Return the error for a lost game. If its process has ended, the message is its last line of output."""
         code = self.exit_code(0.1) if self.process else None
         if code is not None:
-            lines = self.last_output()
-            what = f"ended with exit code {code}: {lines[-1] if lines else 'no output'}"
+            what = f"ended with exit code {code}: {self.last_words()}"
         return self.Gone(f"{self.name} {what}")
 
-    def last_output(self):
-        """Return the last lines that the process has written."""
-        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
-        return [
-            line for line in self.log.read().decode(errors="replace").split("\n") if line.strip()
-        ]
+    def last_words(self):
+        """Return the line of output that says most likely why the process has ended."""
+        lines = self.log.last_lines()
+        return lines[-1] if lines else "no output"
+
+    def check_log(self):
+        """Look at the output of the game from time to time, and keep it small."""
+        if self.process and self.log.is_due():
+            self.note_output(self.log.read_new())
+
+    def note_output(self, lines):
+        """Act on the lines that the game has written since the last call."""
+
+    def has_ended(self):
+        """Return whether the process was launched from here and has ended."""
+        return bool(self.process) and self.exit_code(0) is not None
 
     def exit_code(self, seconds):
         """Wait up to `seconds` for the process to end. Return its exit code, or None if it still runs."""
@@ -406,20 +590,10 @@ class Process:
         return self.process.returncode
 
     def end(self):
-        """Kill the process and all processes that it has started. A build is often started by a script.
-
-        On Windows, only the process itself is killed.
-        """
+        """Kill the process and all processes that it has started. A build is often started by a script."""
         if self.ended:
             return
-        for pid in process_tree(self.process.pid):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
+        kill_tree(self.process)
         with suppress(subprocess.TimeoutExpired):  # missing permission, or blocked in the kernel
             self.process.wait(GRACE)
         self.ended = True
@@ -432,7 +606,7 @@ class Process:
                 with suppress(OSError):
                     self.wire.send(goodbye, 1)
                 self.wire.close()
-            if self.process and self.wire:
+            if self.process and self.wire and not self.wire.gave_up:
                 self.exit_code(GRACE)
         finally:  # also after an interrupt
             if self.process:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from onefile_rl.engines.limits import describe, find_invalid
 from onefile_rl.engines.messages import End, Layout, Message
 from onefile_rl.engines.process import PlayerError, PlayerGone, Process, find_build, one_line
 from onefile_rl.engines.scenes import SCENES
@@ -465,10 +466,10 @@ class UnityLayout(Layout):
             table = np.frombuffer(b"".join(chunks), np.uint8).reshape(len(infos), -1)
             floats = [table[:, first:end] for _, _, first, end in self.vectors]
             rows = np.concatenate(floats, axis=1).view("<f4")
-            if not np.isfinite(rows).all():
-                row, column = np.argwhere(~np.isfinite(rows))[0]
+            if found := find_invalid(rows):
+                row, column = found
                 where = f"{player_name}, agent {infos[row].id}, sensor {self.input_names[column]}"
-                raise UnityPlayerError(f"{where}: observation {column} is {rows[row, column]}")
+                raise UnityPlayerError(f"{where}: observation {column} is {describe(rows[found])}")
             observations["vector"] = rows
         for i, name, shape, channels_first in self.image_sensors:
             images = []

@@ -114,6 +114,8 @@ class Wire(Stream):
     TimeoutError if they are not finished within `timeout` seconds.
     """
 
+    one_call_at_a_time = True  # whether a call before the answer to the last one is an error
+
     def __init__(self, sock, server, timeout=5):
         super().__init__(sock)
         self.server = server
@@ -147,6 +149,8 @@ class Wire(Stream):
         if self.server:
             if not self.complete:
                 raise ConnectionError("there is no call to answer")
+            if self.poll() and self.one_call_at_a_time:
+                self._check_no_other_call()
         else:
             self.stream += 2
             self.stream_window = self.initial_window
@@ -189,6 +193,18 @@ class Wire(Stream):
     def _clear_body(self):
         self.body = []
         self.body_size = 0
+
+    def _check_no_other_call(self):
+        """Raise an error if the frames that have arrived begin another call.
+
+        The peer has sent a message twice then, and later messages would be too late by one step.
+        """
+        start = 0
+        while len(self.buffer) >= start + 9:
+            size_and_kind, _, stream = struct.unpack_from("!IBI", self.buffer, start)
+            if size_and_kind & 255 == HEADERS and stream > self.stream:
+                raise ConnectionError("the peer called again before it got an answer")
+            start += 9 + (size_and_kind >> 8)
 
     def _handle_frame(self, deadline):
         """Receive one frame and act on it."""

@@ -18,7 +18,6 @@ constructor.
 """
 
 import functools
-import math
 import select
 import time
 import weakref
@@ -30,8 +29,19 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from onefile_rl.engines.process import PlayerGone, close_all, defer_signals, exit_on_signals
-from onefile_rl.engines.scenes import EngineError
+from onefile_rl import signals
+from onefile_rl.engines.limits import LARGEST, describe, find_invalid
+from onefile_rl.engines.process import (
+    LOG_INTERVAL,
+    SLICE,
+    PlayerGone,
+    close_all,
+    defer_signals,
+    exit_on_signals,
+)
+from onefile_rl.engines.scenes import EngineError, derive_seed
+
+MANY_EPISODES = 1_000  # of one decision, after which a notice is printed
 
 
 def close_players_on_error(method):
@@ -76,6 +86,8 @@ class EngineVecEnv(VectorEnv):
         self._fresh = True  # no action has been sent since the episodes started
         self._waiting = {}  # the players whose answer is expected, by their sockets
         self._statistics = {}
+        self._log_due_at = 0.0
+        self._short_episodes = 0  # that ended with their first decision, in a row
 
     @exit_on_signals()
     @close_players_on_error
@@ -85,12 +97,20 @@ class EngineVecEnv(VectorEnv):
         for worker in range(num_players):
             with defer_signals():
                 self.players.append(self._launch(worker))
-        for player in self.players:
-            player.connect()
+        for player in list(self.players):
+            try:
+                player.connect()
+            except PlayerGone as error:
+                self._connect_again(player, error)
+        for player in list(self.players):
+            try:
+                if player.layout is None:  # not launched again by now
+                    self._meet(player)
+            except PlayerGone as error:
+                self._connect_again(player, error)
 
         self.num_envs = 0
         for player in self.players:
-            self._meet(player)
             count = self.max_agents or player.num_agents
             player.slots = Slots(range(self.num_envs, self.num_envs + count))
             self.num_envs += count
@@ -98,8 +118,28 @@ class EngineVecEnv(VectorEnv):
         self._make_spaces()
 
         self._clear()
-        for player in self.players:
-            self._apply(player, player.start())
+        for player in list(self.players):
+            try:
+                self._apply(player, player.start())
+            except PlayerGone as error:
+                self._restart(player, error)
+        self._restarted = None  # no decision was pending
+
+    def _connect_again(self, player, error):
+        """Replace a player that was lost before its slots are known.
+
+        A player that runs and does not connect is an error: most likely it is not a game with agents.
+        """
+        while True:
+            if player.wire is None and not player.has_ended():
+                raise error
+            player = self._relaunch(player, error)
+            try:
+                player.connect()
+                self._meet(player)
+                return
+            except PlayerGone as next_error:
+                error = next_error
 
     def _launch(self, worker):
         """Return a new player with the number `worker`."""
@@ -113,7 +153,7 @@ class EngineVecEnv(VectorEnv):
 
     def _seed(self, worker):
         """Return the seed of a player. It changes with a restart, so that a player does not repeat its episodes."""
-        return self.seed + worker + 1000 * self.restarts
+        return derive_seed(self.seed, worker + 1000 * self.restarts)
 
     def _make_spaces(self):
         observations = {}
@@ -176,6 +216,10 @@ class EngineVecEnv(VectorEnv):
     def step_wait(self):
         """Return what `step` returns, for the actions of the last `step_async`."""
         self._receive()
+        if time.monotonic() > self._log_due_at:
+            self._log_due_at = time.monotonic() + LOG_INTERVAL
+            for player in self.players:
+                player.check_log()
         self._returns += self._rewards
         self._lengths += self._closed
         return (
@@ -238,6 +282,7 @@ class EngineVecEnv(VectorEnv):
             self._statistics = {}
         for slot, final_obs in self._final_obs.items():
             episode = {"r": self._returns[slot], "l": self._lengths[slot]}
+            self._count_short(self._lengths[slot])
             self._add_info(
                 infos, {"final_obs": final_obs, "final_info": {"episode": episode}}, slot
             )
@@ -246,6 +291,14 @@ class EngineVecEnv(VectorEnv):
         if self._success:
             infos["is_success"] = self._success
         return infos
+
+    def _count_short(self, length):
+        """Print a notice after many episodes of one decision: in most games they are a mistake."""
+        self._short_episodes = self._short_episodes + 1 if length <= 1 else 0
+        if self._short_episodes == MANY_EPISODES:
+            what = f"{MANY_EPISODES} episodes in a row have ended with their first decision"
+            fix = "check that a new episode resets what ends it"
+            self.players[0].announce("short episodes", f"{self.path}: {what}: {fix}")
 
     # Exchange with the players
 
@@ -277,13 +330,11 @@ class EngineVecEnv(VectorEnv):
         deadline = time.monotonic() + self.timeout
         waiting = self._waiting
         while waiting:
-            if len(waiting) == 1:
-                arrived = list(waiting)
-            else:
-                arrived, _, _ = select.select(waiting, [], [], self.timeout)
+            arrived = list(waiting) if len(waiting) == 1 else self._wait_for_any()
             if not arrived:
                 sock, player = next(iter(waiting.items()))
                 del waiting[sock]
+                player.wire.gave_up = True
                 self._restart(player, player.no_answer())
             for sock in arrived:
                 player = waiting[sock]
@@ -296,6 +347,27 @@ class EngineVecEnv(VectorEnv):
                 if is_ready:
                     del waiting[sock]
                     player.failures = 0
+
+    def _wait_for_any(self):
+        """Return the sockets of the players that have answered. The list is empty if none did before the timeout."""
+        started = time.monotonic()
+        arrived = []
+        while not arrived and (left := started + self.timeout - time.monotonic()) > 0:
+            arrived, _, _ = select.select(self._waiting, [], [], min(left, SLICE))
+            if not arrived:
+                self._check_stop(started)
+                for player in self._waiting.values():
+                    player.check_log()
+        return arrived
+
+    def _check_stop(self, started):
+        """End the wait for the players that began at `started` if the run was asked to stop."""
+        try:
+            signals.check_stop(started)
+        except KeyboardInterrupt:
+            for player in self._waiting.values():  # do not wait for them when they are closed
+                player.wire.gave_up = True
+            raise
 
     def _receive_from(self, player, deadline):
         """Receive one message of a player. Return whether an agent requests a decision in it."""
@@ -322,23 +394,10 @@ class EngineVecEnv(VectorEnv):
         Raise `error` if the player was restarted `max_restarts` times in a row.
         """
         slots = player.slots.all
-        failures = player.failures
         while True:
-            failures += 1
-            if failures > self.max_restarts:
-                raise error
-            print(
-                f"\n{error}; restarting it (attempt {failures} of {self.max_restarts})", flush=True
-            )
-            player.close()
-            self.restarts += 1
+            player = self._relaunch(player, error)
+            player.slots = Slots(slots)
             try:
-                with defer_signals():
-                    new_player = self._launch(player.worker)
-                    self.players[self.players.index(player)] = new_player
-                player = new_player
-                player.slots = Slots(slots)
-                player.failures = failures
                 player.connect()
                 self._meet(player)
                 if player.num_agents != len(slots) and player.fixed_agents:
@@ -350,6 +409,24 @@ class EngineVecEnv(VectorEnv):
                 return
             except PlayerGone as next_error:
                 error = next_error
+
+    def _relaunch(self, player, error):
+        """Close a player that was lost because of `error`, and return a new one that is not connected yet.
+
+        Raise `error` if the player was restarted `max_restarts` times in a row.
+        """
+        failures = player.failures + 1
+        if failures > self.max_restarts:
+            raise error
+        attempt = f"attempt {failures} of {self.max_restarts}"
+        print(f"\n{error}; restarting it ({attempt})", flush=True)
+        player.close()
+        self.restarts += 1
+        with defer_signals():
+            new_player = self._launch(player.worker)
+            self.players[self.players.index(player)] = new_player
+        new_player.failures = failures
+        return new_player
 
     # Arrays of the current step
 
@@ -425,10 +502,10 @@ class EngineVecEnv(VectorEnv):
 
     def _close_decisions(self, player, agents, slots, rewards):
         """Assign rewards to the pending decisions. A reward without a pending decision is dropped."""
-        finite = np.isfinite(rewards)
-        if not finite.all():
-            row = np.flatnonzero(~finite)[0]
-            raise self.Error(f"{player.name}, agent {agents[row]}: its reward is {rewards[row]}")
+        if found := find_invalid(rewards):
+            row, _ = found
+            reward = describe(rewards[row])
+            raise self.Error(f"{player.name}, agent {agents[row]}: its reward is {reward}")
         pending = self._pending[slots]
         if not pending.all():
             rewards = rewards[pending]
@@ -438,8 +515,9 @@ class EngineVecEnv(VectorEnv):
         self._rewards[slots] = rewards
 
     def _end_episode(self, player, slot, end):
-        if not math.isfinite(end.reward):
-            raise self.Error(f"{player.name}, agent {end.agent}: its reward is {end.reward}")
+        if not abs(end.reward) <= LARGEST:  # NaN fails this too
+            reward = describe(end.reward)
+            raise self.Error(f"{player.name}, agent {end.agent}: its reward is {reward}")
         self._pending[slot] = False
         self._closed[slot] = True
         self._rewards[slot] = end.reward

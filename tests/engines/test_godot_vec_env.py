@@ -22,7 +22,7 @@ from test_hostile import assert_ends
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
 from godot_vec_env import GodotVecEnv
-from onefile_rl.engines import godot, process
+from onefile_rl.engines import godot, process, vec_env
 from onefile_rl.engines.godot import GodotError, GodotGone
 from onefile_rl.engines.scenes import EngineError
 
@@ -508,6 +508,142 @@ def test_a_lost_game_is_restarted(fault, play, capsys):
 
 
 @linux
+@pytest.mark.parametrize("late", [False, True])
+def test_a_message_that_is_sent_twice_restarts_the_game(late, play, capsys):
+    """All later answers would be too late by one step. `late`: it arrives with the next answer."""
+    first = step([3, 3], [4, 4])
+    second = step([5, 5], [6, 6])
+    answers = [first, ["both", first, second]] if late else [["both", first, first], second]
+    envs, _ = play(launch(*answers), launch(second), max_restarts=1)
+    envs.reset()
+    for _ in range(len(answers) - (not late)):
+        assert "restarted" not in act(envs)[-1]
+    obs, *_, infos = act(envs)
+    assert infos["restarted"].all() and obs.tolist() == [[0, 0], [1, 0]]
+    assert "sent more than one message for a request" in capsys.readouterr().out
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]]
+
+
+EARLY = {
+    "before it connects": {"dies": True},
+    "before it describes its agents": {"info": "crash"},
+    "before its first observations": {"reset": "crash"},
+}
+
+
+@linux
+@pytest.mark.parametrize("when", EARLY)
+def test_a_game_that_dies_before_the_first_step_is_restarted(when, play, capsys):
+    bad = launch() | EARLY[when]
+    good = launch(step([5, 5], [6, 6]))
+    envs, fake = play(bad, bad, good, max_restarts=2)
+    assert envs.restarts == 2 and envs.num_envs == 2
+    out = capsys.readouterr().out
+    assert "restarting it (attempt 1 of 2)" in out and "restarting it (attempt 2 of 2)" in out
+    obs, infos = envs.reset()
+    assert obs.tolist() == [[0, 0], [1, 0]] and infos["ready"].all() and "restarted" not in infos
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]]
+    with pytest.raises(GodotGone, match="ended with exit code"):
+        play(bad, bad, good, max_restarts=1)
+
+
+@linux
+def test_one_of_several_games_that_dies_before_the_first_step_is_restarted(play):
+    second_dies = launch(step([5, 5], [6, 6]), dies="1")  # the seed of the second game
+    envs, fake = play(second_dies, num_players=2, max_restarts=1)
+    assert envs.num_envs == 4 and envs.restarts == 1 and len(fake.pids()) == 3
+    envs.reset()
+    assert act(envs)[0].tolist() == [[5, 5], [6, 6]] * 2
+
+
+MISSING = """ERROR: Cannot open file 'res://main.tscn'.
+   at: load (scene/resources/resource_format_text.cpp:1430)
+ERROR: Failed loading scene: res://main.tscn.
+   at: start (main/main.cpp:4668)"""
+SHARP = """ERROR: No loader found for resource: res://M.cs (expected type: Script)
+   at: _load (core/io/resource_loader.cpp:358)"""
+SCRIPT = """SCRIPT ERROR: Invalid call. Nonexistent function 'go' in base 'Nil'.
+          at: _physics_process (res://m.gd:4)
+          GDScript backtrace (most recent call first):
+              [0] _physics_process (res://m.gd:4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prints", "match"),
+    [
+        (MISSING, "exit code 3: ERROR: Cannot open file 'res://main.tscn'.$"),
+        (SHARP, "exit code 3: ERROR: No loader .* a C# script needs the .NET edition of Godot$"),
+        ("Error: Can't run project.\nError: Can't open display: ", "exit code 3: Error: Can't run"),
+    ],
+)
+def test_the_first_error_of_a_game_that_does_not_start_is_quoted(prints, match, play):
+    """Its last line only says where Godot's own code has noticed it."""
+    with pytest.raises(GodotGone, match=match):
+        play(launch(prints=prints, dies=True))
+
+
+def test_errors_of_a_game_that_has_not_connected_are_shown_early(play, capsys, monkeypatch):
+    monkeypatch.setattr(process, "NOTICE_SECONDS", 0.3)
+    with pytest.raises(GodotGone, match="within 1.5 s: ERROR: No loader found"):
+        play(launch(prints=SHARP, never=True), timeout=1.5)
+    out = capsys.readouterr().out
+    assert out.count("has not connected yet: ERROR: No loader found") == 1
+
+
+def test_the_error_above_the_last_lines_is_quoted_after_a_crash(play):
+    envs, _ = play(launch(["print", SCRIPT, 1, step([1, 1], [2, 2])], "leave"))
+    envs.reset()
+    act(envs)
+    match = "exit code 0: SCRIPT ERROR: .* in base 'Nil'. at: _physics_process .res://m.gd:4.$"
+    with pytest.raises(GodotGone, match=match):
+        act(envs)
+
+
+@linux
+def test_the_output_of_a_broken_game_is_bounded_and_its_script_errors_are_mentioned(
+    play, capsys, monkeypatch
+):
+    for module in (process, vec_env):
+        monkeypatch.setattr(module, "LOG_INTERVAL", 0)
+    noisy = ["print", SCRIPT, 10_000, step([1, 1], [2, 2])]  # 2.3 MB
+    envs, _ = play(launch(*[noisy] * 8, "hang"), timeout=2)
+    envs.reset()
+    for _ in range(8):
+        act(envs)
+    log = envs.players[0].log
+    assert os.fstat(log.file.fileno()).st_size < 2 * len(SCRIPT) * 10_000
+    assert log.first_lines()[1] == SCRIPT.split("\n")[0] or log.first_lines()[0].startswith(
+        "SCRIPT"
+    )
+    out = capsys.readouterr().out
+    assert out.count("reports a script error, and the run continues: SCRIPT ERROR: Invalid") == 1
+    assert "Nil'. at: _physics_process (res://m.gd:4)" in out
+    with pytest.raises(GodotGone, match="has not answered for 2 s: SCRIPT ERROR: Invalid call"):
+        act(envs)
+
+
+def test_many_episodes_of_one_decision_are_mentioned(play, capsys, monkeypatch):
+    monkeypatch.setattr(vec_env, "MANY_EPISODES", 6)
+    longer = [step([1, 1], [2, 2]), step([1, 1], [2, 2], done=[True, True])]
+    short = [step([1, 1], [2, 2], done=[True, True])] * 5
+    envs, _ = play(launch(*longer, *short))
+    envs.reset()
+    for _ in range(4):
+        act(envs)
+    assert "in a row" not in capsys.readouterr().out
+    for _ in range(3):
+        act(envs)
+    assert capsys.readouterr().out.count("6 episodes in a row have ended with their first") == 1
+
+
+def test_a_game_that_never_connects_is_not_restarted(play):
+    with pytest.raises(GodotGone, match="has not connected to port .* within 0.4 s") as caught:
+        play(launch(never=True), timeout=0.4, max_restarts=3)
+    assert "\n" not in str(caught.value)
+
+
+@linux
 def test_only_restarts_in_a_row_count(play):
     once = launch(step([1, 1], [1, 1]), "crash")
     envs, _ = play(once, once, once, launch("crash"), max_restarts=1)
@@ -552,6 +688,14 @@ INVALID = {
         info(obs={"camera_2d": {"size": [36, 36], "space": "box"}}),
         "an image, has the size",
     ),
+    "half an action": (
+        info(actions={"a": {"size": 2.5, "action_type": "continuous"}}),
+        "2.5 is not a whole number",
+    ),
+    "an unknown type of action": (
+        info(actions={"a": {"size": 2, "action_type": "Discrete"}}),
+        "'a' has the action_type 'Discrete'",
+    ),
     "no actions": (info(actions={}), "actions of the sizes"),
     "actions without a size": (
         info(actions={"a": {"size": 0, "action_type": "discrete"}}),
@@ -594,6 +738,18 @@ BAD = {
         step([0, 0], [0, 0], reward=[0, "much"]),
         "its reward is not a list of numbers",
     ),
+    "a huge reward": (
+        step([0, 0], [0, 0], reward=[0, -1e300]),
+        "agent 1: its reward is -1e.300, and must be at most 1e.30",
+    ),
+    "a huge last reward": (
+        step([0, 0], [0, 0], reward=[1e39, 0], done=[True, False]),
+        "agent 0: its reward is 1e.39",
+    ),
+    "a number beyond single precision": (
+        step([0, 0], [0, 1e39]),
+        "agent 1: observation 1 is inf",
+    ),
     "a final null": (
         step(
             [0, 0],
@@ -602,6 +758,26 @@ BAD = {
             infos=[{"terminal_observation": {"obs": [None, 0]}}, {}],
         ),
         "agent 0: observation 0 is nan",
+    ),
+    "done as a word": (
+        step([0, 0], [0, 0], done=[False, "false"]),
+        "agent 1: its done is 'false': it must be true or false",
+    ),
+    "done as nothing": (
+        step([0, 0], [0, 0], done=[None, False]),
+        "agent 0: its done is None: it must be true or false",
+    ),
+    "a time limit as a word": (
+        step([0, 0], [0, 0], done=[True, False], infos=[{"TimeLimit.truncated": "no"}, {}]),
+        "agent 0: its TimeLimit.truncated is 'no'",
+    ),
+    "a success as a word": (
+        step([0, 0], [0, 0], done=[True, False], infos=[{"is_success": "false"}, {}]),
+        "agent 0: its is_success is 'false'",
+    ),
+    "an info as a word": (
+        step([0, 0], [0, 0], infos=[{}, "fine"]),
+        "agent 1: its info is 'fine': get_info.. must return a Dictionary",
     ),
     "too few": (
         {**step([0, 0], [0, 0]), "reward": [0]},
@@ -647,12 +823,24 @@ def test_unusual_json_of_godot_is_read(play):
         act(envs)
 
 
-def test_an_empty_camera_image_is_an_error(play):
+@pytest.mark.parametrize(
+    ("image", "match"),
+    [("", "it is empty: a camera needs a display"), ("00" * 50, "it has 50 bytes$")],
+)
+def test_an_empty_camera_image_is_an_error(image, match, play):
     spaces = {"camera_2d": {"size": [3, 4, 4], "space": "box"}}
-    with pytest.raises(
-        GodotError, match="'camera_2d' .* is not the .4, 4, 3. .*a camera needs a display"
-    ):
-        play({"info": info(1, spaces), "reset": {"type": "reset", "obs": [{"camera_2d": ""}]}})
+    with pytest.raises(GodotError, match=f"'camera_2d' .* is not the .4, 4, 3. .*{match}"):
+        play({"info": info(1, spaces), "reset": {"type": "reset", "obs": [{"camera_2d": image}]}})
+
+
+def test_the_alpha_channel_of_a_camera_is_dropped(play):
+    """The plugin's camera declares three channels, and sends four if its viewport is transparent."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 36, 36, 4), np.uint8)
+    spaces = {"camera_2d": {"size": [3, 36, 36], "space": "box"}}
+    seen = {"type": "reset", "obs": [{"camera_2d": image.tobytes().hex()} for image in pixels]}
+    envs, _ = play({"info": info(2, spaces), "reset": seen})
+    obs, _ = envs.reset()
+    np.testing.assert_array_equal(obs["camera_2d"], pixels[..., :3])
 
 
 def test_bad_actions_are_rejected_and_the_env_still_works(play):
@@ -934,3 +1122,10 @@ def test_demo_prints_errors_in_one_line(tmp_path):
         [*command, fake.path, "--steps", "20"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert "shared_policy: 2 agents" in out.stdout and "40 decisions in" in out.stdout, out.stderr
+
+
+def test_the_demo_names_its_own_option_for_a_policy(tmp_path):
+    fake = Fake(tmp_path, launch() | {"info": info(2, names=["cat", "mouse"])})
+    command = [sys.executable, "godot_vec_env.py", "--path", fake.path]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert "several policies, choose one with --policy: cat, mouse" in out.stderr

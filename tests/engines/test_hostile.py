@@ -65,6 +65,14 @@ def call(number, message):
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def several_calls_at_a_time():
+    """Many players of these tests send everything at once, and do not wait for answers."""
+    unity_wire.Wire.one_call_at_a_time = False
+    yield
+    unity_wire.Wire.one_call_at_a_time = True
+
+
 def conversation(*messages):
     calls = [
         call(number, message)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import socket
 import struct
@@ -358,13 +359,16 @@ def test_more_agents_than_slots(scripted):
         act(envs)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_bad_observation_names_agent_and_sensor(scripted, value):
     envs, _ = scripted(
         [{NAME: [agent(4, [[0, 0], [1, 1]])]}, {NAME: [agent(4, [[0, 0], [1, value]])]}]
     )
     envs.reset()
-    with pytest.raises(UnityPlayerError, match=f"agent 4, sensor Body1: observation 3 is {value}"):
+    with pytest.raises(
+        UnityPlayerError,
+        match=re.escape(f"agent 4, sensor Body1: observation 3 is {np.float32(value)}"),
+    ):
         act(envs)
 
 
@@ -377,10 +381,13 @@ def test_observation_of_another_size(scripted):
         act(envs)
 
 
-def test_bad_reward(scripted):
-    envs, _ = scripted([request(0), {NAME: [agent(0, [[0, 0, 0]], reward=np.nan)]}])
+@pytest.mark.parametrize(("value", "match"), [(np.nan, "nan"), (1e35, "1.*e.35, and must be at")])
+@pytest.mark.parametrize("done", [False, True])
+def test_bad_reward(scripted, value, match, done):
+    last = {NAME: [agent(0, [[0, 0, 0]], reward=value, done=done)]}
+    envs, _ = scripted([request(0), last])
     envs.reset()
-    with pytest.raises(UnityPlayerError, match="agent 0: its reward is nan"):
+    with pytest.raises(UnityPlayerError, match=f"agent 0: its reward is {match}"):
         act(envs)
 
 

@@ -1,6 +1,8 @@
 """Test Wire against gRPC's C core on either side, and that messages are parsed in C."""
 
+import select
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +11,15 @@ import pytest
 from conftest import UnityMessageProto, Wire
 from google.protobuf.internal import api_implementation
 
-from onefile_rl.engines.unity_wire import DATA, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, frame
+from onefile_rl.engines.unity_wire import (
+    DATA,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
 
 EXCHANGE = "/communicator_objects.UnityToExternalProto/Exchange"
 SIZES = (
@@ -181,6 +191,26 @@ def test_frames_of_other_calls_are_refused(frames):
     wire = Wire(listener.accept()[0], server=True)
     with pytest.raises(ConnectionError, match="a call that is not active"):
         wire.receive(1)
+    listener.close(), peer.close(), wire.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "before the answer"])
+def test_a_second_call_before_the_answer_is_refused(when):
+    """A message that is sent twice: all later ones would be too late by one step."""
+    data = struct.pack("!BI", 0, 0)
+    calls = [frame(HEADERS, 4, stream) + frame(DATA, 1, stream, data) for stream in (1, 3)]
+    listener = socket.create_server(("127.0.0.1", 0))
+    peer = socket.create_connection(listener.getsockname())
+    peer.sendall(PREFACE + frame(SETTINGS, 0, 0) + calls[0])
+    wire = Wire(listener.accept()[0], server=True)
+    if when == "at once":
+        peer.sendall(calls[1])
+    wire.receive(5)
+    if when == "before the answer":
+        peer.sendall(calls[1] + frame(PING, 0, 0, bytes(8)))
+        select.select([wire.sock], [], [], 5)
+    with pytest.raises(ConnectionError, match="the peer called again before it got an answer"):
+        wire.send(message(1), 5)
     listener.close(), peer.close(), wire.close()
 
 
