@@ -398,7 +398,7 @@ class Run:
 
         packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
         versions = {package: importlib.metadata.version(package) for package in packages}
-        config = {"args": to_plain(self.args), "python": sys.version, "versions": versions}
+        config = {"args": self.given_args, "python": sys.version, "versions": versions}
         if shutil.which("git"):
             command = ["git", "rev-parse", "HEAD"]
             where = self.script.resolve().parent
@@ -845,6 +845,26 @@ class Run:
             print(f"\n{path} could not be written: {error}", flush=True)
 
 
+def interrupted_run(args, script):
+    """Return the checkpoint that this job of torchrun has written before the ranks were restarted, or None.
+
+    The arguments stay those of the command line, as at the start of the job. Those in the checkpoint are not used, so
+    it needs no trust.
+    """
+    folder = distributed.interrupted_run()
+    if folder is None:
+        return None
+    found = distributed.gather(Path(folder, "checkpoint.pt").exists())
+    if not any(found):
+        return None
+    if not all(found):
+        raise ValueError(
+            f"{folder}: not all machines have this run; start the job in a directory that they share"
+        )
+    args.resume = folder
+    return load(folder, script)
+
+
 def main(
     script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()
 ):
@@ -853,14 +873,17 @@ def main(
     signals.handle(raise_interrupt)
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w")
-    folder = distributed.interrupted_run()
-    if folder and Path(folder, "checkpoint.pt").exists():
-        sys.argv[1:] = ["--resume", folder]
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
         fast.Acting.allowed = args.fast
-        if args.resume is not None:
+        interrupted = None
+        if args.evaluate is None and args.export is None:
+            distributed.join(distributed.local_device(args.device))
+            interrupted = interrupted_run(args, script)
+        if interrupted:
+            train(args, interrupted)
+        elif args.resume is not None:
             for name in sorted({f.name for f in fields(Args)} - FREE - set(free)):
                 given = to_plain(args)[name]
                 saved = to_plain(default)[name]
@@ -894,4 +917,5 @@ def main(
             raise
         raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
     finally:
+        distributed.leave()
         signals.handle(signal.SIG_IGN)  # a signal would only change the exit code now
