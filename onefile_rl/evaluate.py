@@ -9,8 +9,16 @@ import numpy as np
 
 from envs.make import VIDEO_STEPS
 from onefile_rl import fast
-from onefile_rl.checkpoints import fingerprint, plain, restore_state, set_attributes
+from onefile_rl.checkpoints import (
+    check_agent,
+    fingerprint,
+    plain,
+    restore_state,
+    set_attributes,
+    using,
+)
 from onefile_rl.engines.scenes import engine
+from onefile_rl.printing import printable
 
 
 def play_vectors(agent, spec, num_envs):
@@ -121,9 +129,11 @@ def record_video(args, make_envs, play, agent, spec, path):
 
 def load_agent(args, path, state, script, Agent):
     """Return the agent of a checkpoint, with its normalization statistics, in evaluation mode."""
-    agent = Agent(state["spec"], args)
-    restore_state(agent, state["kept"]["agent"], path)
-    set_attributes(agent, state["agent_attributes"])
+    check_agent(path, state, Agent, args)
+    with using(path, state):
+        agent = Agent(state["spec"], args)
+        restore_state(agent, state["kept"]["agent"], path)
+        set_attributes(agent, state["agent_attributes"])
     agent.eval()
     if state["fingerprint"] != fingerprint(script):
         name = Path(script).name
@@ -142,9 +152,12 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
     # A player that crashes ends the evaluation: a restart would lose its episodes.
     envs, _ = make_envs(replace(args, max_restarts=0), args.seed)
     with closing(envs):
-        for key, value in describe(args, envs).items():
-            if plain(value) != spec[key]:
-                raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
+        here = plain(describe(args, envs))
+        with using(path, state):
+            for key in [*here, *spec]:
+                if here.get(key) != spec.get(key):
+                    theirs = f"{printable(key)} {printable(spec.get(key))}"
+                    raise ValueError(f"{path} has {theirs}, the env has {here.get(key)}")
         play_agent = play(agent, spec, envs.num_envs)
         returns, lengths, successes = evaluate(play_agent, envs, args.eval_episodes, args.seed)
 

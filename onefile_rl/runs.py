@@ -51,23 +51,28 @@ from onefile_rl.arguments import (
 from onefile_rl.checkpoints import (
     FORMAT,
     Lock,
+    check_agent,
     check_kept,
     copy_state,
     fingerprint,
     has_state_dict,
     load,
+    plain,
     plain_attributes,
     random_state,
     restore_state,
     save,
     set_attributes,
+    set_numbers,
     set_random_state,
+    using,
 )
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
+from onefile_rl.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.signals import SIGNALS  # noqa: F401
-from onefile_rl.trust import seal
+from onefile_rl.trust import RISKY, seal
 
 # What the scripts use
 __all__ = [
@@ -277,7 +282,6 @@ class Run:
         self.frame = sys._getframe(1)
         self.given_args = to_plain(self.args)
         self.given_args["device"] = self.device
-        self.seal = seal(self.given_args)
         self.parameters = dict(agent.named_parameters())
         for name, thing in (self.keep | self.keep_episodes).items():
             check_kept(name, thing)
@@ -292,7 +296,8 @@ class Run:
         first = None
         try:
             if self.resumed:
-                first = self.restore()
+                with using(*self.resumed):
+                    first = self.restore()
             elif self.leads:
                 self.make_folder()
             if self.leads:
@@ -715,7 +720,7 @@ class Run:
             "changed_args": self.changed_args(),
             "agent_attributes": changes(self.agent_attributes, attributes),
             "script_numbers": changes(self.script_numbers, numbers),
-            "seal": self.seal,
+            "seal": "",  # made when the checkpoint is saved
             "spec": self.spec,
             "iteration": self.iteration,
             "global_step": self.global_step,
@@ -755,19 +760,25 @@ class Run:
             restore_state(thing, state["kept"][name], path)
         for name in state["kept"].keys() - self.keep.keys():
             print(
-                f"{path} has {name}, and this script has no such variable: it is not restored",
+                f"{path} has {printable(name)}, and this script has no such variable: it is not restored",
                 flush=True,
+            )
+        risky = sorted(set(RISKY) & set(state["changed_args"]))
+        if risky and not state["trusted"]:
+            raise ValueError(
+                f"{path} was not written on this machine and would change {option(risky[0])}: give --trust"
             )
         changed = from_plain(type(self.args), self.given_args | state["changed_args"])
         for name in state["changed_args"]:
             setattr(self.args, name, getattr(changed, name))
         if state["changed_args"]:
             names = ", ".join(
-                f"{name} {value}" for name, value in sorted(state["changed_args"].items())
+                f"{name} {printable(value)}"
+                for name, value in sorted(state["changed_args"].items())
             )
             print(f"Arguments as the training loop had changed them: {names}", flush=True)
         set_attributes(self.agent, state["agent_attributes"])
-        self.frame.f_globals.update(state["script_numbers"])
+        set_numbers(self.frame.f_globals, state["script_numbers"])
         for name, file in state["large"].items():
             file = self.folder / file
             if name in self.large and file.exists():
@@ -780,6 +791,16 @@ class Run:
                         f"{file} is incomplete: delete it to continue with a new one"
                     ) from None
         if distributed.SIZE > 1:  # the envs of all ranks start new episodes
+            return None
+        if not state["trusted"]:
+            reason = "was not written on this machine, or not in this place"
+            print(
+                f"{path} {reason}: the envs start new episodes; --trust restores them", flush=True
+            )
+            seed = (self.args.seed + self.global_step) % 2**31
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
             return None
         set_random_state(state["random"])
         self.envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
@@ -820,13 +841,18 @@ class Run:
             if self.args.keep_checkpoints > 1:
                 names.append(f"checkpoint_{step}.pt")
             for name in names:
-                save(self.folder / name, state)
+                save(self.folder / name, self.signed(state))
             self.saved = state
             self.remove_old_files(state)
         except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
             kept = f"the checkpoint of {self.saved_step} decisions is still there"
             print(f"\nThe checkpoint could not be saved, {kept}: {error}", flush=True)
         self.saved_step = step
+
+    def signed(self, state):
+        """Return a checkpoint of plain types with the signature of this machine."""
+        state = plain(state)
+        return state | {"seal": seal(state)}
 
     def remove_old_files(self, state):
         numbered = sorted(self.folder.glob("checkpoint_*.pt"), key=os.path.getmtime)
@@ -871,6 +897,7 @@ def main(
     """Run a script as its command line says. `free` are options of the script that may differ when a run is resumed."""
     ended.clear()
     signals.handle(raise_interrupt)
+    accept_any_encoding()
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w")
     try:
@@ -882,6 +909,7 @@ def main(
             distributed.join(distributed.local_device(args.device))
             interrupted = interrupted_run(args, script)
         if interrupted:
+            check_agent(*interrupted, Agent, args)
             train(args, interrupted)
         elif args.resume is not None:
             for name in sorted({f.name for f in fields(Args)} - FREE - set(free)):
@@ -891,6 +919,7 @@ def main(
                     raise ValueError(
                         f"{option(name)} {given}: the run has {option(name)} {saved}, leave it out"
                     )
+            check_agent(*checkpoint, Agent, args)
             train(args, checkpoint)
         elif checkpoint:
             if distributed.SIZE > 1:
@@ -904,7 +933,7 @@ def main(
         else:
             train(args)
     except (ValueError, EngineError, FloatingPointError, MemoryError) as error:
-        raise SystemExit(f"\n{error}") from None
+        raise SystemExit(f"\n{printable_lines(error)}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
     except BrokenPipeError:  # the reader of the output is gone
