@@ -20,6 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from onefile_rl.printing import accept_any_encoding  # noqa: E402
+
 WORLDS = ("fitted", "alternative")
 GOAL = 0.7  # the share of the return that a policy should keep
 
@@ -31,7 +33,7 @@ def evaluate(script, path, world, args):
     command += ["--eval-episodes", str(args.episodes), "--seed", str(args.seed)]
     command += [f"--player-args=--physics={world}"]
     result = subprocess.run(command, capture_output=True, text=True)
-    line = r"of (\d+) decisions on average: return (\S+) ± (\S+),"
+    line = r"of (\d+) decisions on average: return (\S+) (?:±|\+-) (\S+),"
     found = re.search(line, result.stdout)
     if not found:
         error = result.stderr.strip() or "the evaluation printed no error"
@@ -67,6 +69,7 @@ def read_policy(path):
 
 
 def main():
+    accept_any_encoding()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

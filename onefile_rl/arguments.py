@@ -195,7 +195,7 @@ class Args:
     export: str | None = None
     """write the policy of this run or checkpoint to policy.onnx, for Unity or Godot, and for Godot to policy.json"""
     trust: bool = False
-    """allow a checkpoint from another machine to start the programs and import the modules that its arguments name"""
+    """allow a checkpoint from another machine to start programs, import modules and restore envs as it says"""
 
     # Distributed training
     rollout_share: float = 1.0
@@ -262,7 +262,7 @@ def fits(value, annotation):
     if origin is Literal:
         return value in inner or enums_in(annotation) != []
     if origin in (tuple, list):
-        if not isinstance(value, (tuple, list)):
+        if not isinstance(value, origin):
             return False
         if origin is list or inner[1:] == (...,):
             return all(fits(element, inner[0]) for element in value)

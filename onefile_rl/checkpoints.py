@@ -310,7 +310,7 @@ def load(path, script):
         path = path / "checkpoint.pt"
     state = read(path)
     version = state.get("format") if isinstance(state, dict) else None
-    if version != FORMAT:
+    if not isinstance(version, int) or version != FORMAT:
         theirs = printable(version)[:20]
         raise ValueError(
             f"{path} has checkpoint format {theirs}, and this version reads format {FORMAT}: train again"

@@ -899,7 +899,7 @@ def main(
     signals.handle(raise_interrupt)
     accept_any_encoding()
     if distributed.RANK:  # only rank 0 prints
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", errors="replace")
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
@@ -937,7 +937,7 @@ def main(
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
     except BrokenPipeError:  # the reader of the output is gone
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
     except RuntimeError as error:  # raised by torch
         if distributed.failures:

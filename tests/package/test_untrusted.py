@@ -258,7 +258,7 @@ def test_results_survive_an_ascii_terminal(tmp_path):
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "LANG": "C", "PYTHONPATH": str(ROOT)}
     out = subprocess.run(command, capture_output=True, env=environment, timeout=120)
     assert out.returncode == 0, out.stderr
-    assert b"2 episodes" in out.stdout and b" ? " in out.stdout and b", from " in out.stdout
+    assert b"2 episodes" in out.stdout and b" +- " in out.stdout and b", from " in out.stdout
 
 
 # Content that is too large
