@@ -122,7 +122,7 @@ def main(
         trained = None
         if compare is not None:
             from onefile_rl.engines.compare import Trained
-            from onefile_rl.printing import accept_any_encoding
+            from onefile_rl.engines.printing import accept_any_encoding
 
             accept_any_encoding()
             trained = Trained(compare)

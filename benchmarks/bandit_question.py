@@ -39,7 +39,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from onefile_rl.printing import accept_any_encoding  # noqa: E402
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
 
 CSV = ROOT / "benchmarks" / "results" / "bandit" / "question.csv"
 COLUMNS = ("env", "scale", "bandit", "k1", "k2", "e", "seed", "training", "greedy")

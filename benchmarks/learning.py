@@ -43,7 +43,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from onefile_rl.printing import accept_any_encoding  # noqa: E402
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two are optional

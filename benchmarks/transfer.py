@@ -15,12 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from onefile_rl.printing import accept_any_encoding  # noqa: E402
+from onefile_rl.checkpoints import read  # noqa: E402
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
 
 WORLDS = ("fitted", "alternative")
 GOAL = 0.7  # the share of the return that a policy should keep
@@ -56,7 +55,7 @@ def evaluate_shipped(world, args):
 def read_policy(path):
     """Return the name of a policy, the script that trained it, and its number of decisions."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read(path)
         script = ROOT / f"{Path(state['script']).name}.py"
         decisions = state["global_step"]
     except Exception:

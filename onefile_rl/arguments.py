@@ -28,8 +28,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from onefile_rl import distributed, fast
 from onefile_rl.checkpoints import free_memory, load
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import engine
-from onefile_rl.printing import printable
 from onefile_rl.trust import risks
 
 # Arguments that may differ when a run is resumed.

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import EngineError
-from onefile_rl.printing import printable
 from onefile_rl.trust import is_signed, strings
 
 try:

@@ -17,8 +17,8 @@ from onefile_rl.checkpoints import (
     set_attributes,
     using,
 )
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import engine
-from onefile_rl.printing import printable
 
 
 def play_vectors(agent, spec, num_envs):

@@ -67,10 +67,10 @@ from onefile_rl.checkpoints import (
     set_random_state,
     using,
 )
+from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
-from onefile_rl.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.signals import SIGNALS  # noqa: F401
 from onefile_rl.trust import RISKY, seal
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from onefile_rl.printing import printable
+from onefile_rl.engines.printing import printable
 
 RISKY = ("unity_path", "godot_path", "player_args", "env_kwargs", "env_id", "track")
 

@@ -20,7 +20,8 @@ from conftest import ROOT, call, run_script, train
 import ppo_continuous_multiagent as ppo
 from onefile_rl import checkpoints, runs, trust
 from onefile_rl.arguments import fits
-from onefile_rl.printing import printable
+from onefile_rl.engines.compare import Trained
+from onefile_rl.engines.printing import printable
 
 SMALL = dict(
     env_id="parity_env:Parity-v0", num_steps=16, num_minibatches=2, update_epochs=1, hidden_sizes=(8,),
@@ -250,6 +251,14 @@ def test_a_checkpoint_does_not_write_control_characters(what, option, monkeypatc
         error = str(end)
     out, err = capsys.readouterr()
     assert "\033]" not in out + err + error and "\007" not in out + err + error
+
+
+def test_a_model_does_not_write_control_characters():
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    (folder / "policy.onnx").write_bytes(ESCAPE.encode() * 9)
+    with pytest.raises(ValueError, match="is not a model that onnxruntime can run") as caught:
+        Trained(folder)
+    assert str(caught.value).isprintable()
 
 
 def test_results_survive_an_ascii_terminal(tmp_path):
