@@ -122,7 +122,9 @@ def main(
         trained = None
         if compare is not None:
             from onefile_rl.engines.compare import Trained
+            from onefile_rl.engines.printing import accept_any_encoding
 
+            accept_any_encoding()
             trained = Trained(compare)
         make_envs = lambda: UnityVecEnv(
             path, behavior=behavior, num_players=num_players, max_agents=max_agents, time_scale=time_scale, seed=seed,

@@ -38,6 +38,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
+
 CSV = ROOT / "benchmarks" / "results" / "bandit" / "question.csv"
 COLUMNS = ("env", "scale", "bandit", "k1", "k2", "e", "seed", "training", "greedy")
 STEPS = {"CartPole-v1": 50_000, "Acrobot-v1": 60_000, "Basic": 20_000}
@@ -203,6 +206,7 @@ def table(have):
 
 
 def main():
+    accept_any_encoding()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -33,7 +33,8 @@ from statistics import fmean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 PPO = ROOT / "ppo_continuous_multiagent.py"
-TORCHRUN = ["-m", "torch.distributed.run"]
+# torchrun without a port that other machines can reach, see docs/cluster.md
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
 AGENTS = 10  # agents of a Crawler player by default
 SAMPLE_SECONDS = 0.2  # between two samples of the memory
 
@@ -101,6 +102,7 @@ def python(*command, cores=None):
     """
     command = [sys.executable, *map(str, command)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(

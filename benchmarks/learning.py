@@ -41,6 +41,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two are optional
 NO_EPISODE = "no episode ended in this run, so there is no curve: give more --total-timesteps"
@@ -479,6 +483,7 @@ def find_script(name):
 
 
 def main():
+    accept_any_encoding()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from learning import RESULTS, last_tenth, read_csv
+from learning import RESULTS, accept_any_encoding, last_tenth, read_csv
 
 # Published results: the best ones of PPO, and of CleanRL's SAC after a million steps; ML-Agents'
 # own figures
@@ -256,7 +256,7 @@ def evaluated(folder, env, script, seed):
     path = folder / f"{env}.{script}.{seed}.txt"
     if not path.exists():
         return ""
-    pattern = r"return (\S+ ± [^\s,;]+).*?(?:success (\S+))?$"
+    pattern = r"return (\S+ (?:±|\+-) [^\s,;]+).*?(?:success (\S+))?$"
     found = re.search(pattern, path.read_text().strip())
     return (found[2] or found[1]) if found else ""
 
@@ -328,6 +328,7 @@ def draw_all(folder, envs=()):
 
 
 def main():
+    accept_any_encoding()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

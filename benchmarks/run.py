@@ -240,7 +240,7 @@ class Job:
         if error:
             return f"failed: {error}", False
         text = f"{learning.summary(curve)}, {time.monotonic() - start:.0f} s"
-        if evaluation and " ± " in evaluation:
+        if evaluation and re.search(r" (±|\+-) ", evaluation):
             _, _, result = evaluation.strip().rpartition(" after ")  # without the run's folder
             self.path.with_suffix(".txt").write_text(f"After {result}\n")
         elif evaluation:

@@ -24,6 +24,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from onefile_rl.engines.printing import printable
 from unity_vec_env import UnityVecEnv
 
 
@@ -200,7 +201,7 @@ def load(path, seed, num_observations, num_actions):
     try:
         session = onnxruntime.InferenceSession(path, options)
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        reason = printable(str(error).splitlines()[0])
         raise SystemExit(f"--onnx {path}: not a model that onnxruntime can run: {reason}") from None
 
     # One input per sensor: obs_0, obs_1, ...
@@ -212,7 +213,7 @@ def load(path, seed, num_observations, num_actions):
     if not fits or outputs.get("continuous_actions", [None])[-1] != num_actions:
         needed = f"{num_observations} numbers as obs_0, obs_1, ... and {num_actions} actions"
         raise SystemExit(
-            f"--onnx {path}: the scene has {needed} as continuous_actions; the model has {inputs}"
+            f"--onnx {path}: the scene has {needed} as continuous_actions; the model has {printable(inputs)}"
         )
     ends = np.cumsum(list(sizes.values()))[:-1]
 

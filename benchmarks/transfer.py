@@ -15,10 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from onefile_rl.checkpoints import read  # noqa: E402
+from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
 
 WORLDS = ("fitted", "alternative")
 GOAL = 0.7  # the share of the return that a policy should keep
@@ -31,7 +32,7 @@ def evaluate(script, path, world, args):
     command += ["--eval-episodes", str(args.episodes), "--seed", str(args.seed)]
     command += [f"--player-args=--physics={world}"]
     result = subprocess.run(command, capture_output=True, text=True)
-    line = r"of (\d+) decisions on average: return (\S+) ± (\S+),"
+    line = r"of (\d+) decisions on average: return (\S+) (?:±|\+-) (\S+),"
     found = re.search(line, result.stdout)
     if not found:
         error = result.stderr.strip() or "the evaluation printed no error"
@@ -54,7 +55,7 @@ def evaluate_shipped(world, args):
 def read_policy(path):
     """Return the name of a policy, the script that trained it, and its number of decisions."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read(path)
         script = ROOT / f"{Path(state['script']).name}.py"
         decisions = state["global_step"]
     except Exception:
@@ -67,6 +68,7 @@ def read_policy(path):
 
 
 def main():
+    accept_any_encoding()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

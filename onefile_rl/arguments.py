@@ -13,10 +13,11 @@ import json
 import math
 import re
 import sys
+import types
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -26,7 +27,8 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from onefile_rl import distributed, fast
-from onefile_rl.checkpoints import load
+from onefile_rl.checkpoints import free_memory, load
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import derive_seed, engine
 from onefile_rl.trust import risks
 
@@ -202,7 +204,7 @@ class Args:
     export: str | None = None
     """write the policy of this run or checkpoint to policy.onnx, for Unity or Godot, and for Godot to policy.json"""
     trust: bool = False
-    """allow a checkpoint from another machine to start the programs and import the modules that its arguments name"""
+    """allow a checkpoint from another machine to start programs, import modules and restore envs as it says"""
 
     # Distributed training
     rollout_share: float = 1.0
@@ -258,6 +260,28 @@ def enums_in(annotation):
     if issubclass(kind, Enum):
         return [kind]
     return [kind for part in get_args(annotation) for kind in enums_in(part)]
+
+
+def fits(value, annotation):
+    """Return whether a plain value, as in a checkpoint, can be a value of a field with this type annotation."""
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, kind) for kind in inner)
+    if origin is Literal:
+        return value in inner or enums_in(annotation) != []
+    if origin in (tuple, list):
+        if not isinstance(value, origin):
+            return False
+        if origin is list or inner[1:] == (...,):
+            return all(fits(element, inner[0]) for element in value)
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    kind = origin or annotation
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if kind in (bool, str, dict, tuple, list, type(None)):
+        return isinstance(value, kind)
+    return True  # Enum members are checked by from_plain()
 
 
 def restored_value(value, members, name):
@@ -413,12 +437,7 @@ def check_device(device):
 
 def check_memory(name, value, needed):
     """Raise a ValueError if the option `name` with `value` needs more bytes than are free. Only Linux is checked."""
-    try:
-        with open("/proc/meminfo") as file:
-            available = next(line for line in file if line.startswith("MemAvailable"))
-    except OSError:
-        return
-    free = 1024 * int(available.split()[1])
+    free = free_memory()
     if needed > free:
         sizes = f"needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
         raise ValueError(f"{name} {value} {sizes}: choose a smaller value")
@@ -551,20 +570,35 @@ def defaults_of_checkpoint(Args, checkpoint, given):
     old_script = f"use the copy of the script in {path.parent}"
     if removed:
         raise ValueError(
-            f"{path} has {option(removed[0])}, which the script no longer has: {old_script}"
+            f"{path} has {printable(option(removed[0]))}, which the script no longer has: {old_script}"
         )
     if added:
         raise ValueError(
             f"{path} does not have {option(added[0])}, which is new in the script: {old_script}"
         )
 
+    kinds = get_type_hints(Args)
+    for name, value in state["args"].items():
+        if not fits(value, kinds[name]):
+            problem = f"{option(name)} can't be {printable(repr(value))[:60]}"
+            raise ValueError(f"{path} is not a valid checkpoint: {problem}")
+
     # The checkpoint of another machine must not start programs or import modules on its own.
-    given_names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:]}
-    risky = {name: effect for name, effect in risks(state).items() if name not in given_names}
-    if risky and "trust" not in given_names and given.export is None:
+    given_names = {
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in sys.argv[1:]
+        if word.startswith("--")
+    }
+    risky = {
+        name: effect
+        for name, effect in risks(state).items()
+        if not {name, f"no_{name}"} & given_names
+    }
+    state["trusted"] |= "trust" in given_names
+    if risky and not state["trusted"] and given.export is None:
         effects = ", ".join(risky.values())
         options = " and ".join(map(option, risky))
-        problem = f"was not written on this machine and would {effects}"
+        problem = f"was not written on this machine and in this place, and would {effects}"
         raise ValueError(f"{path} {problem}: give {options} on this command line, or --trust")
 
     default = from_plain(Args, state["args"])

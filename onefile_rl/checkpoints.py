@@ -1,10 +1,13 @@
 """Checkpoints: one file with everything that a run needs to continue. It is written atomically and loaded without
 running code."""
 
+import builtins
 import hashlib
 import math
 import os
 import random
+import stat
+import zipfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,12 +15,41 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from onefile_rl.engines.printing import printable
+from onefile_rl.engines.scenes import EngineError
+from onefile_rl.trust import is_signed, strings
+
 try:
     import fcntl
 except ImportError:  # Windows: two processes that train one run are not detected there
     fcntl = None
 
 FORMAT = 4
+
+# The types of a checkpoint's entries. Those of "envs" depend on the kind of envs.
+NUMBER = (int, float)
+STRUCTURE = {
+    "args": dict,
+    "changed_args": dict,
+    "agent_attributes": dict,
+    "script_numbers": dict,
+    "spec": dict,
+    "large": dict,
+    "kept": dict,
+    "running": dict,
+    "episodes": dict,
+    "random": dict,
+    "recent": list,
+    "best": NUMBER,
+    "iteration": int,
+    "global_step": int,
+    "script": str,
+    "fingerprint": str,
+    "seal": str,
+    "envs": object,
+}
+MAX_DEPTH = 50  # of dicts and lists inside of each other
+LARGEST_COUNT = 2**62
 
 
 def plain(x):
@@ -83,9 +115,34 @@ def plain_attributes(module):
 
 
 def set_attributes(module, attributes):
+    """Set numbers and strings among the attributes of a module and its parts. Anything else can't be replaced."""
+    parts = dict(module.named_modules())
     for name, value in attributes.items():
         path, _, attribute = name.partition(":")
-        setattr(module.get_submodule(path), attribute, value)
+        part = parts.get(path)
+        replaceable = part is not None and is_new_name(attribute)
+        if replaceable and hasattr(part, attribute):
+            replaceable = isinstance(vars(part).get(attribute), (int, float, str))
+        if not replaceable:
+            raise ValueError(
+                f"the checkpoint has the attribute {printable(name)}, which the script's agent does not have"
+            )
+        setattr(part, attribute, value)
+
+
+def set_numbers(variables, numbers):
+    """Set numbers among the globals of a script. Anything else can't be replaced."""
+    for name, value in numbers.items():
+        allowed = is_new_name(name) and not hasattr(builtins, name)
+        if not allowed or type(variables.get(name, 0)) not in (int, float, bool):
+            raise ValueError(
+                f"the checkpoint has the number {printable(name)}, which is not a number of the script"
+            )
+        variables[name] = value
+
+
+def is_new_name(name):
+    return name.isidentifier() and not name.startswith("__")
 
 
 @torch.no_grad()
@@ -256,7 +313,7 @@ def replacing(path):
     """Give the name of a temporary file that replaces `path` when it is complete. A crash or a full disk leaves the old
     file as it was."""
     temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process with the same id
+    temporary.unlink(missing_ok=True)  # of a killed process with the same id, or a link
     try:
         yield temporary
         os.replace(temporary, path)
@@ -269,13 +326,12 @@ class Lock:
     """A lock on a run's folder: one process at a time trains it. The lock ends with the process."""
 
     def __init__(self, folder):
-        self.file = open(folder / "lock", "a+")
+        self.file = open_own_file(folder / "lock")
         try:
             if fcntl:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.file.seek(0)
-            owner = self.file.read() or "another process"
+            owner = printable(self.file.read(100)) or "another process"
             self.file.close()
             raise ValueError(f"{folder} is in use: {owner} trains it") from None
         self.file.truncate(0)
@@ -288,34 +344,214 @@ class Lock:
         self.file.close()
 
 
+def open_own_file(path):
+    """Open a file to read and write, and create it if it does not exist. A link to another file is not followed."""
+    problem = f"{path} is a link to another file: delete it"
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError:
+        if path.is_symlink():
+            raise ValueError(problem) from None
+        raise
+    status = os.fstat(number)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(number)
+        raise ValueError(problem)
+    return open(number, "r+", errors="replace")
+
+
 def fingerprint(script):
     """Return a hash of the script, to notice that it was changed."""
     return hashlib.sha256(Path(script).read_bytes()).hexdigest()
 
 
 def load(path, script):
-    """Return the path and the content of a checkpoint of this script. `path` is a file, or the folder of a run."""
+    """Return the path and the content of a checkpoint of this script. `path` is a file, or the folder of a run.
+
+    The content has two more entries: "signed", whether this machine has written it, and "trusted", whether its envs may
+    be restored too. Everything is checked before memory is taken for it.
+    """
     path = Path(path)
     if path.is_dir():
         path = path / "checkpoint.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such checkpoint") from None
-    except Exception:
-        raise ValueError(f"{path} is not a checkpoint, or is incomplete") from None
+    state = read(path)
     version = state.get("format") if isinstance(state, dict) else None
-    if version != FORMAT:
+    if not isinstance(version, int) or version != FORMAT:
+        theirs = printable(version)[:20]
         raise ValueError(
-            f"{path} has checkpoint format {version}, and this version reads format {FORMAT}: train again"
+            f"{path} has checkpoint format {theirs}, and this version reads format {FORMAT}: train again"
         )
+    problem = structure_problem(state)
+    if problem:
+        raise ValueError(f"{path} is not a valid checkpoint: {problem}")
     name = Path(script).stem
     if state["script"] != name:
         why = "another network may have the same weights"
         raise ValueError(
-            f"{path} is a checkpoint of {state['script']}.py, and this is {name}.py: {why}"
+            f"{path} is a checkpoint of {printable(state['script'])}.py, and this is {name}.py: {why}"
         )
+    try:
+        state["signed"] = is_signed(state)
+    except Exception:  # arguments are missing, or have other types
+        state["signed"] = False
+    state["trusted"] = state["signed"]
+    if not state["signed"]:
+        for key in ("args", "changed_args", "spec", "kept"):
+            for text in strings(state[key]):
+                if not text.isprintable():
+                    problem = f"{key} has control characters in {printable(text)[:60]}"
+                    raise ValueError(f"{path} is not a valid checkpoint: {problem}")
     return path, state
+
+
+def read(path):
+    """Return the content of a file that `save` wrote, without running code. Its size is bounded by that of the file."""
+    incomplete = f"{path} is not a checkpoint, or is incomplete"
+    try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        # torch does not compress, so what is larger than the file was made to fill the memory
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError(incomplete)
+        if sum(entry.file_size for entry in entries) > size:
+            raise ValueError(incomplete)
+        if size > free_memory():
+            raise ValueError(f"{path} does not fit into the free memory: it has {size:,} bytes")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        fits = is_bounded(state, size)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such checkpoint") from None
+    except ValueError:
+        raise
+    except Exception:
+        raise ValueError(incomplete) from None
+    if not fits:
+        raise ValueError(f"{path} is not a valid checkpoint: it is larger than its file")
+    return state
+
+
+def free_memory():
+    """Return the bytes of free memory, or infinity where this is not known. Only Linux is checked."""
+    try:
+        with open("/proc/meminfo") as file:
+            available = next(line for line in file if line.startswith("MemAvailable"))
+    except OSError:
+        return float("inf")
+    return 1024 * int(available.split()[1])
+
+
+def is_bounded(state, size):
+    """Return whether the content of a checkpoint is not larger than its file, which has `size` bytes.
+
+    A few bytes can describe more: a tensor whose elements share memory, or lists that contain each other many times.
+    """
+    count = 0
+    num_bytes = 0
+    level = [state]
+    for _ in range(MAX_DEPTH):
+        inner = []
+        for x in level:
+            if isinstance(x, dict):
+                inner += [*x.keys(), *x.values()]
+            elif isinstance(x, (list, tuple, set)):
+                inner += x
+            elif isinstance(x, torch.Tensor):
+                if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized:
+                    return False
+                num_bytes += x.numel() * x.element_size()
+                if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+                    return False
+            if len(inner) > size:
+                return False
+        count += len(inner)
+        if count > size or num_bytes > 4 * size:
+            return False
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
+def structure_problem(state):
+    """Return what is wrong with the entries of a checkpoint, or None."""
+    for key, kind in STRUCTURE.items():
+        if key not in state:
+            return f"it has no {key}"
+        if not isinstance(state[key], kind) or isinstance(state[key], bool):
+            return f"{key} is a {type(state[key]).__name__}"
+    for key, kind in {"files": dict, "run": str}.items():  # missing in earlier versions
+        if not isinstance(state.get(key, kind()), kind):
+            return f"{key} is a {type(state[key]).__name__}"
+    for key in ("iteration", "global_step"):
+        if not 0 <= state[key] <= LARGEST_COUNT:
+            return f"{key} is {state[key]}"
+    for key, kind in STRUCTURE.items():
+        if kind is dict and not all(isinstance(name, str) for name in state[key]):
+            return f"{key} has a name that is not a string"
+
+    for key in ("args", "changed_args"):
+        for name, value in state[key].items():
+            if not is_plain(value):
+                return f"{key} has {printable(name)}, which is not a number or a string"
+
+    # Numbers and strings that are set into objects, and names of files
+    if not all(isinstance(x, NUMBER) for x in state["recent"]):
+        return "recent has something else than numbers"
+    if not all(isinstance(x, NUMBER) for x in state["script_numbers"].values()):
+        return "script_numbers has something else than numbers"
+    if not all(isinstance(x, (*NUMBER, str)) for x in state["agent_attributes"].values()):
+        return "agent_attributes has something else than numbers and strings"
+    for file in state["large"].values():
+        if not isinstance(file, str) or Path(file).name != file:
+            return f"large names {printable(file)}, which is not a file of its folder"
+
+    # The agent, and the episodes
+    agent = state["kept"].get("agent")
+    if not isinstance(agent, dict) or not all(isinstance(x, torch.Tensor) for x in agent.values()):
+        return "kept has no agent"
+    if not all(isinstance(state["episodes"].get(name), torch.Tensor) for name in ("r", "l")):
+        return "episodes has no returns and lengths"
+    return None
+
+
+def is_plain(x):
+    """Return whether a value consists of numbers, strings, bools and None, in lists, tuples and dicts."""
+    if isinstance(x, dict):
+        return all(map(is_plain, x.keys())) and all(map(is_plain, x.values()))
+    if isinstance(x, (list, tuple)):
+        return all(map(is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, str))
+
+
+@contextmanager
+def using(path, state):
+    """Turn errors in objects that are made from a checkpoint into one line, unless this machine has written it."""
+    try:
+        yield
+    except (EngineError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        text = str(error)
+        if state["signed"] or (isinstance(error, ValueError) and text and "\n" not in text):
+            raise
+        reason = printable((text.splitlines() or [""])[0])[:200]
+        raise ValueError(f"{path} can't be used: {type(error).__name__}: {reason}") from None
+
+
+def check_agent(path, state, Agent, args):
+    """Refuse a checkpoint whose agent would have other sizes than its weights, before memory is taken for the agent."""
+    if state["signed"]:
+        return
+    with using(path, state):
+        with torch.device("meta"):
+            agent = Agent(state["spec"], args)
+        shapes = {name: x.shape for name, x in agent.state_dict().items()}
+        for name, x in state["kept"]["agent"].items():
+            if shapes.pop(name, None) != x.shape:
+                raise ValueError(f"{path} does not fit this script's network: {printable(name)}")
+        if shapes:
+            raise ValueError(f"{path} does not fit this script's network: it has no {min(shapes)}")
 
 
 def random_state():

@@ -1,8 +1,10 @@
-"""Distributed training: several processes, called ranks, that train one agent. Each rank has its own environments.
+r"""Distributed training: several processes, called ranks, that train one agent. Each rank has its own environments.
 
-    torchrun --nproc_per_node=2 ppo_continuous_multiagent.py --env-id Crawler
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d --rdzv-conf=store_type=file \
+        --nproc_per_node=2 ppo_continuous_multiagent.py --env-id Crawler
 
-torchrun starts the ranks, and starts them again if one fails (--max-restarts). A script uses
+torchrun starts the ranks, and starts them again if one fails (--max-restarts). With the options above nothing listens
+for connections from other machines, see docs/cluster.md. A script uses
 
     distributed.average_gradients(parameters, weight)   before each optimizer step
     distributed.normalize(advantages)                   with the mean and std of all ranks
@@ -12,7 +14,9 @@ Without torchrun there is one rank, and these functions neither cost anything no
 """
 
 import contextlib
+import json
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -50,24 +54,44 @@ def collective():
 
 
 def join(device):
-    """Connect to the other ranks."""
+    """Connect to the other ranks. Ranks of a single machine listen on its loopback interface only."""
     if SIZE == 1 or dist.is_initialized():
         return
-    if os.environ.get("MASTER_ADDR") in (
-        "localhost",
-        "127.0.0.1",
-    ):  # all ranks on this machine: listen there only
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(SIZE)
+    if one_machine:
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # gloo exchanges what is in the memory of the CPU: numbers, episodes and requests to stop
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     options = {}
     with collective():
+        store = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's store may still have keys from before a restart: use keys of this attempt
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            host = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(host, port, SIZE, is_master=False, timeout=TIMEOUT)
             attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            options = {"store": dist.PrefixStore(attempt, store), "rank": RANK, "world_size": SIZE}
+            store = dist.PrefixStore(attempt, store)
+        elif one_machine:
+            store = loopback_store(int(os.environ["MASTER_PORT"]))
+        if store is not None:
+            options = {"store": store, "rank": RANK, "world_size": SIZE}
         dist.init_process_group(backend, timeout=TIMEOUT, **options)
+
+
+def loopback_store(port):
+    """Return a store for the ranks of one machine. A store that torch makes itself listens on all interfaces."""
+    listener = None
+    if RANK == 0:
+        try:
+            listener = socket.create_server(("127.0.0.1", port)).detach()
+        except OSError as error:
+            raise RankLost(f"rank 0 can't listen on 127.0.0.1:{port}: {error}") from None
+    return dist.TCPStore(
+        "127.0.0.1", port, SIZE, RANK == 0, timeout=TIMEOUT, master_listen_fd=listener
+    )
 
 
 def leave():
@@ -170,13 +194,35 @@ def minimum(number):
 
 
 def gather(thing):
-    """Return a list with the object of each rank, in the order of the ranks."""
+    """Return a list with the object of each rank, in the order of the ranks.
+
+    The object is sent as JSON, because reading that runs no code: numbers, strings, bools, None, and lists and dicts of
+    these. Floats arrive exactly; tuples and arrays arrive as lists, numpy's numbers as Python's.
+    """
     if SIZE == 1:
         return [thing]
-    things = [None] * SIZE
+    mine = torch.frombuffer(bytearray(to_json(thing)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(SIZE)]
     with collective():
-        dist.all_gather_object(things, thing)
-    return things
+        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        longest = int(max(lengths))
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(SIZE)]
+        dist.all_gather(texts, torch.cat([mine, mine.new_zeros(longest - len(mine))]))
+    return [
+        json.loads(text[: int(length)].numpy().tobytes())
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+
+
+def to_json(thing):
+    """Return an object as the bytes of a JSON text."""
+
+    def convert(x):
+        if hasattr(x, "tolist"):  # numpy's numbers and arrays
+            return x.tolist()
+        raise TypeError(f"ranks can't exchange a {type(x).__name__}: use numbers and strings")
+
+    return json.dumps(thing, default=convert).encode()
 
 
 def broadcast(*tensors):
@@ -216,20 +262,47 @@ class Pace:
 
 
 def note_path():
-    """Return the file that names the run of this job. The job's id stays the same when torchrun restarts the ranks."""
-    return Path("runs", f".torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}")
+    """Return the file that names the run of this job, or None if torchrun has no folder for it.
+
+    torchrun makes a new folder for the logs of each job on each machine, which only the user can read, and keeps it
+    when it restarts the ranks: FOLDER/attempt_0/RANK/error.json.
+    """
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    return error_file.parents[2] / "run.json" if len(error_file.parents) > 3 else None
 
 
 def interrupted_run():
-    """Return the folder of the run that this job was training before torchrun restarted it, or None."""
-    restarted = SIZE > 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return note_path().read_text() if restarted and note_path().exists() else None
+    """Return the folder of the run that this job was training before torchrun restarted the ranks, or None.
+
+    All ranks call this. A rank on a machine that has joined the job since then gets the answer of the others.
+    """
+    path = note_path()
+    folder = None
+    if SIZE > 1 and path is not None and path.exists():
+        note = json.loads(path.read_text())
+        if note["arguments"] == sys.argv[1:]:
+            folder = note["folder"]
+        else:
+            then = " ".join(note["arguments"])
+            print(f"{note['folder']} is not continued, it has other arguments: {then}", flush=True)
+    return next((folder for folder in gather(folder) if folder is not None), None)
 
 
 def note_run(folder):
-    """Note the run of this job for `interrupted_run`. None: the run has ended."""
-    if RANK == 0 and SIZE > 1:
-        if folder is None:
-            note_path().unlink(missing_ok=True)
-        elif int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-            note_path().write_text(str(folder))
+    """Note the run of this job for `interrupted_run`, on each machine. None: the run has ended."""
+    if SIZE == 1 or os.environ.get("LOCAL_RANK") != "0":
+        return
+    path = note_path()
+    note = {"folder": str(folder), "arguments": sys.argv[1:]}
+    problem = "torchrun has no --log-dir"
+    if path is not None:
+        try:
+            if folder is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_text(json.dumps(note))
+            return
+        except OSError as error:
+            problem = error
+    if folder is not None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        print(f"The run can't be noted, a restart begins a new one: {problem}", flush=True)

@@ -12,12 +12,15 @@ from envs.make import VIDEO_STEPS
 from envs.rendering import check_video
 from onefile_rl import fast
 from onefile_rl.checkpoints import (
+    check_agent,
     check_room,
     fingerprint,
     plain,
     restore_state,
     set_attributes,
+    using,
 )
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import EngineError, derive_seed, engine
 
 EMPTY_STEPS = 1_000  # an evaluation does not wait longer for an agent to appear in a slot
@@ -186,9 +189,11 @@ def record(args, make_envs, play, agent, spec, path):
 
 def load_agent(args, path, state, script, Agent):
     """Return the agent of a checkpoint, with its normalization statistics, in evaluation mode."""
-    agent = Agent(state["spec"], args)
-    restore_state(agent, state["kept"]["agent"], path)
-    set_attributes(agent, state["agent_attributes"])
+    check_agent(path, state, Agent, args)
+    with using(path, state):
+        agent = Agent(state["spec"], args)
+        restore_state(agent, state["kept"]["agent"], path)
+        set_attributes(agent, state["agent_attributes"])
     agent.eval()
     if state["fingerprint"] != fingerprint(script):
         name = Path(script).name
@@ -208,9 +213,12 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
     seed = derive_seed(args.seed, 0)
     envs, _ = make_envs(replace(args, max_restarts=0), seed)
     with closing(envs):
-        for key, value in describe(args, envs).items():
-            if plain(value) != spec[key]:
-                raise ValueError(f"{path} has {key} {spec[key]}, the env has {value}")
+        here = plain(describe(args, envs))
+        with using(path, state):
+            for key in [*here, *spec]:
+                if here.get(key) != spec.get(key):
+                    theirs = f"{printable(key)} {printable(spec.get(key))}"
+                    raise ValueError(f"{path} has {theirs}, the env has {here.get(key)}")
         play_agent = play(agent, spec, envs.num_envs)
         results, unfinished = play_episodes(
             play_agent, envs, args.eval_episodes, seed, patience=args.eval_steps

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from onefile_rl.checkpoints import replacing
+from onefile_rl.checkpoints import replacing, using
 from onefile_rl.evaluate import load_agent
 
 # Entries of a spec that the exported graphs do not support.
@@ -222,7 +222,8 @@ def export_checkpoint(args, path, state, script, Agent):
 
     target = path.with_name("policy.onnx")
     try:
-        export(agent, spec, target)
+        with using(path, state):
+            export(agent, spec, target)
     except (OSError, RuntimeError) as error:  # a full disk, or a layer that opset 9 does not have
         raise ValueError(f"{target} can't be written: {str(error).splitlines()[0]}") from None
     if not is_for_godot(spec):

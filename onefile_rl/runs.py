@@ -53,6 +53,7 @@ from onefile_rl.arguments import (
 from onefile_rl.checkpoints import (
     FORMAT,
     Lock,
+    check_agent,
     check_kept,
     check_room,
     copy_state,
@@ -60,18 +61,22 @@ from onefile_rl.checkpoints import (
     has_state_dict,
     load,
     not_finite,
+    plain,
     plain_attributes,
     random_state,
     restore_state,
     save,
     set_attributes,
+    set_numbers,
     set_random_state,
+    using,
 )
+from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
-from onefile_rl.trust import seal
+from onefile_rl.trust import RISKY, seal
 
 # What the scripts use
 __all__ = [
@@ -325,7 +330,6 @@ class Run:
         self.frame = sys._getframe(1)
         self.given_args = to_plain(self.args)
         self.given_args["device"] = self.device
-        self.seal = seal(self.given_args)
         self.parameters = dict(agent.named_parameters())
         for name, thing in (self.keep | self.keep_episodes).items():
             check_kept(name, thing)
@@ -340,7 +344,8 @@ class Run:
         first = None
         try:
             if self.resumed:
-                first = self.restore()
+                with using(*self.resumed):
+                    first = self.restore()
             elif self.leads:
                 self.make_folder()
             if self.leads:
@@ -447,7 +452,7 @@ class Run:
 
         packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
         versions = {package: importlib.metadata.version(package) for package in packages}
-        config = {"args": to_plain(self.args), "python": sys.version, "versions": versions}
+        config = {"args": self.given_args, "python": sys.version, "versions": versions}
         if shutil.which("git"):
             command = ["git", "rev-parse", "HEAD"]
             where = self.script.resolve().parent
@@ -787,7 +792,7 @@ class Run:
             "changed_args": self.changed_args(),
             "agent_attributes": changes(self.agent_attributes, attributes),
             "script_numbers": changes(self.script_numbers, numbers),
-            "seal": self.seal,
+            "seal": "",  # made when the checkpoint is saved
             "spec": self.spec,
             "iteration": self.iteration,
             "global_step": self.global_step,
@@ -852,22 +857,38 @@ class Run:
             restore_state(thing, state["kept"][name], path)
         for name in state["kept"].keys() - self.keep.keys():
             print(
-                f"{path} has {name}, and this script has no such variable: it is not restored",
+                f"{path} has {printable(name)}, and this script has no such variable: it is not restored",
                 flush=True,
+            )
+        risky = sorted(set(RISKY) & set(state["changed_args"]))
+        if risky and not state["trusted"]:
+            raise ValueError(
+                f"{path} was not written on this machine and would change {option(risky[0])}: give --trust"
             )
         changed = from_plain(type(self.args), self.given_args | state["changed_args"])
         for name in state["changed_args"]:
             setattr(self.args, name, getattr(changed, name))
         if state["changed_args"]:
             names = ", ".join(
-                f"{name} {value}" for name, value in sorted(state["changed_args"].items())
+                f"{name} {printable(value)}"
+                for name, value in sorted(state["changed_args"].items())
             )
             print(f"Arguments as the training loop had changed them: {names}", flush=True)
         set_attributes(self.agent, state["agent_attributes"])
-        self.frame.f_globals.update(state["script_numbers"])
+        set_numbers(self.frame.f_globals, state["script_numbers"])
         for name, thing in self.large.items():
             self.restore_large(name, thing)
         if distributed.SIZE > 1:  # the envs of all ranks start new episodes
+            return None
+        if not state["trusted"]:
+            reason = "was not written on this machine, or not in this place"
+            print(
+                f"{path} {reason}: the envs start new episodes; --trust restores them", flush=True
+            )
+            seed = derive_seed(self.args.seed, self.global_step)
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
             return None
         set_random_state(state["random"])
         self.envs.single_action_space.np_random.bit_generator.state = state["random"]["actions"]
@@ -977,7 +998,7 @@ class Run:
         self.failed = {}
         before = self.on_disk()
         if self.write_checkpoint(state):
-            if self.new_best and self.write_file("best.pt", self.new_best):
+            if self.new_best and self.write_file("best.pt", self.signed(self.new_best)):
                 self.best = self.new_best["best"]
                 self.new_best = None
             if self.args.keep_checkpoints > 1:
@@ -1004,14 +1025,14 @@ class Run:
         return {"best": self.best, "files": dict(self.files), "large": dict(self.large_files)}
 
     def write_checkpoint(self, state):
-        written = self.write_file("checkpoint.pt", state | self.on_disk())
+        written = self.write_file("checkpoint.pt", self.signed(state | self.on_disk()))
         if written:
             self.checkpoint_step = state["global_step"]
         return written
 
     def write_numbered(self, state):
         name = f"checkpoint_{state['global_step']}.pt"
-        if self.write_file(name, state | {"best": self.best}):
+        if self.write_file(name, self.signed(state | {"best": self.best})):
             self.files[name] = state["global_step"]
 
     def write_file(self, name, content):
@@ -1092,6 +1113,11 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
                 del self.files[name]
 
+    def signed(self, state):
+        """Return a checkpoint of plain types with the signature of this machine."""
+        state = plain(state)
+        return state | {"seal": seal(state)}
+
     def record_video(self):
         self.video_step = self.global_step
         path = self.folder / "videos" / f"{self.global_step}.mp4"
@@ -1140,23 +1166,48 @@ class Output:
         return getattr(self.stream, name)
 
 
+def interrupted_run(args, script):
+    """Return the checkpoint that this job of torchrun has written before the ranks were restarted, or None.
+
+    The arguments stay those of the command line, as at the start of the job. Those in the checkpoint are not used, so
+    it needs no trust.
+    """
+    folder = distributed.interrupted_run()
+    if folder is None:
+        return None
+    found = distributed.gather(Path(folder, "checkpoint.pt").exists())
+    if not any(found):
+        return None
+    if not all(found):
+        raise ValueError(
+            f"{folder}: not all machines have this run; start the job in a directory that they share"
+        )
+    args.resume = folder
+    return load(folder, script)
+
+
 def main(
     script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()
 ):
     """Run a script as its command line says. `free` are options of the script that may differ when a run is resumed."""
     ended.clear()
     signals.handle(raise_interrupt)
+    accept_any_encoding()
     if distributed.RANK:  # only rank 0 prints
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", errors="replace")
     sys.stdout = Output(sys.stdout)
-    folder = distributed.interrupted_run()
-    if folder and Path(folder, "checkpoint.pt").exists():
-        sys.argv[1:] = ["--resume", folder]
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
         fast.Acting.allowed = args.fast
-        if args.resume is not None:
+        interrupted = None
+        if args.evaluate is None and args.export is None:
+            distributed.join(distributed.local_device(args.device))
+            interrupted = interrupted_run(args, script)
+        if interrupted:
+            check_agent(*interrupted, Agent, args)
+            train(args, interrupted)
+        elif args.resume is not None:
             for name in sorted({f.name for f in fields(Args)} - FREE - set(free)):
                 given = to_plain(args)[name]
                 saved = to_plain(default)[name]
@@ -1164,6 +1215,7 @@ def main(
                     raise ValueError(
                         f"{option(name)} {given}: the run has {option(name)} {saved}, leave it out"
                     )
+            check_agent(*checkpoint, Agent, args)
             train(args, checkpoint)
         elif checkpoint:
             if distributed.SIZE > 1:
@@ -1177,11 +1229,11 @@ def main(
         else:
             train(args)
     except (ValueError, EngineError, FloatingPointError, MemoryError, NotSaved) as error:
-        raise SystemExit(f"\n{error}") from None
+        raise SystemExit(f"\n{printable_lines(error)}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
     except BrokenPipeError:  # the reader of the output is gone
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
     except RuntimeError as error:  # raised by torch
         if distributed.failures:
@@ -1190,6 +1242,7 @@ def main(
             raise
         raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
     finally:
+        distributed.leave()
         if isinstance(sys.stdout, Output):
             sys.stdout = sys.stdout.release()
         signals.handle(signal.SIG_IGN)  # a signal would only change the exit code now

@@ -1,15 +1,25 @@
 """Signatures that tell checkpoints of this machine from checkpoints of other machines.
 
 Loading a checkpoint runs no code, but using its arguments can: they can start a program, import a module, name files
-and log to the network. Each run therefore signs its arguments with a secret of this machine. A checkpoint without a
-valid signature may use risky arguments only if the user gives them on the command line, or gives --trust.
+and log to the network. Each run therefore signs its checkpoints with a secret of this machine. The signature covers the
+whole content, and the absolute paths of the programs, modules and files that the arguments name, so it is not valid for
+other weights, nor in another folder where ./game is another program. It contains none of these paths.
+
+A checkpoint without a valid signature may use risky arguments only if the user gives them on the command line, or gives
+--trust, and its envs start new episodes.
 """
 
+import hashlib
 import hmac
+import importlib.util
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+from onefile_rl.engines.printing import printable
 
 RISKY = ("unity_path", "godot_path", "player_args", "env_kwargs", "env_id", "track")
 
@@ -22,7 +32,9 @@ def secret():
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".secret.{os.getpid()}.tmp")
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            temporary.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
                 file.write(os.urandom(32))
             with suppress(
                 FileExistsError
@@ -34,38 +46,100 @@ def secret():
         return None
 
 
-def seal(args):
-    """Return the signature of the risky arguments in the dict `args`, or "" if this machine has no secret."""
+def seal(state):
+    """Return the signature of a checkpoint of plain types, or "" if this machine has no secret."""
     key = secret()
     if key is None:
         return ""
-    text = json.dumps({name: args[name] for name in RISKY}, sort_keys=True, default=list)
+    content = hashlib.sha256()
+    for name in sorted(state.keys() - {"seal", "signed", "trusted"}):
+        add_to_digest(content, name)
+        add_to_digest(content, state[name])
+    text = json.dumps([content.hexdigest(), places(state["args"] | state["changed_args"])])
     return hmac.new(key, text.encode(), "sha256").hexdigest()
+
+
+def add_to_digest(digest, x):
+    """Add a value of plain types and tensors to a hash. Every value and every length has a type and an end."""
+    if isinstance(x, dict):
+        digest.update(f"dict {len(x)};".encode())
+        for key, value in x.items():
+            add_to_digest(digest, key)
+            add_to_digest(digest, value)
+    elif isinstance(x, (list, tuple)):
+        digest.update(f"{'list' if isinstance(x, list) else 'tuple'} {len(x)};".encode())
+        for value in x:
+            add_to_digest(digest, value)
+    elif isinstance(x, torch.Tensor):
+        digest.update(f"{x.dtype} {list(x.shape)};".encode())
+        digest.update(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
+    else:
+        text = repr(x).encode("utf-8", "surrogatepass")
+        digest.update(f"{type(x).__name__} {len(text)};".encode())
+        digest.update(text)
+
+
+def places(args):
+    """Return the absolute paths of what the arguments name: programs, modules, and other files that exist."""
+    paths = []
+    for name in ("unity_path", "godot_path"):
+        if args[name]:
+            paths.append(str(Path(args[name]).resolve()))
+    module = args["env_id"].rpartition(":")[0].partition(".")[0]
+    if module:
+        spec = None
+        with suppress(ValueError, ImportError):
+            spec = importlib.util.find_spec(module)
+        paths.append(str(Path(spec.origin).resolve()) if spec and spec.origin else None)
+    for text in [*strings(args["env_kwargs"]), *strings(args["player_args"])]:
+        path = Path(text.rpartition("=")[2] if text.startswith("-") else text)
+        try:
+            paths.append(str(path.resolve()) if path.exists() else None)
+        except (OSError, ValueError):  # too long, or with a zero byte
+            paths.append(None)
+    return paths
+
+
+def strings(x):
+    """Yield the strings in dicts, lists and tuples, keys included."""
+    if isinstance(x, str):
+        yield x
+    elif isinstance(x, dict):
+        for key, value in x.items():
+            yield from strings(key)
+            yield from strings(value)
+    elif isinstance(x, (list, tuple)):
+        for value in x:
+            yield from strings(value)
+
+
+def is_signed(state):
+    """Return whether this machine has signed a checkpoint."""
+    expected = seal(state)
+    return expected != "" and hmac.compare_digest(state["seal"].encode(), expected.encode())
 
 
 def risks(state):
     """Return what the risky arguments of a checkpoint would do, by argument. Empty if this machine has signed it."""
-    args = state["args"]
-
-    # Two different placeholders: a missing signature must not equal a missing secret.
-    if hmac.compare_digest(state.get("seal") or "-", seal(args) or "+"):
+    if state["signed"]:
         return {}
 
+    args = state["args"]
     effects = {}
     for name in RISKY:
         value = args[name]
         if name == "env_id":
             module = value.rpartition(":")[0]
             if module:
-                effects[name] = f"import {module}"
+                effects[name] = f"import {printable(module)}"
         elif not value:
             continue
         elif name == "player_args":
-            effects[name] = f"pass {value} to a player"
+            effects[name] = f"pass {printable(value)} to a player"
         elif name == "env_kwargs":
-            effects[name] = f"pass {value} to the env"
+            effects[name] = f"pass {printable(value)} to the env"
         elif name == "track":
             effects[name] = "log to the network"
         else:
-            effects[name] = f"start {value}"
+            effects[name] = f"start {printable(value)}"
     return effects

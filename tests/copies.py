@@ -125,8 +125,7 @@ def torchrun(*line, script="my_script.py"):
     options = [
         "--nproc_per_node=2",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--local-addr=localhost",
+        "--rdzv-conf=store_type=file",
     ]
     command = [sys.executable, "-m", "torch.distributed.run", *options, script, *map(str, line)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -134,6 +133,11 @@ def torchrun(*line, script="my_script.py"):
         command,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
     )
     return re.sub(r"\r", "\n", out.stdout + out.stderr), out.returncode

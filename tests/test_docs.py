@@ -41,7 +41,7 @@ FOLDERS = ("benchmarks", "docs", "envs", "onefile_rl", "tests", ".ci")
 # Options of programs that are not part of the repository.
 FOREIGN = {
     "torchrun": """--nproc_per_node --nnodes --node_rank --master_addr --master_port --rdzv-backend --rdzv-endpoint
-        --rdzv-id --max-restarts""",
+        --rdzv-id --rdzv-conf --max-restarts --log-dir --standalone --local-addr --master-addr""",
     "slurm": "--nodes --ntasks-per-node --cpus-per-task",
     "pip": "--no-deps",
     "ruff": "--check",

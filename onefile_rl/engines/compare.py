@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from onefile_rl.engines.printing import printable
+
 FAR = 5.0  # a value is far if it is more than this many standard deviations of training from the mean of training
 OFTEN = 0.01  # an input is reported if its value is far in more than this share of the decisions
 
@@ -44,7 +46,11 @@ class Trained:
 
         if not path.exists():
             return None
-        session = onnxruntime.InferenceSession(path)
+        try:
+            session = onnxruntime.InferenceSession(path)
+        except Exception as error:
+            reason = printable((str(error).splitlines() or [""])[0])[:200]
+            raise ValueError(f"{path} is not a model that onnxruntime can run: {reason}") from None
         shapes = {inputs.name: inputs.shape for inputs in session.get_inputs()}
         if any(len(shape) != 2 for shape in shapes.values()) or "action_masks" in shapes:
             return None

@@ -1,7 +1,12 @@
 """Several processes that learn as one, started by torchrun: the real one, on this machine."""
 
+import contextlib
+import json
 import os
+import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +20,7 @@ from conftest import ROOT, needs_compiler
 
 import lbc_discrete as lbc
 import ppo_continuous_multiagent as ppo
-from onefile_rl import checkpoints, distributed
+from onefile_rl import arguments, checkpoints, distributed
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 SMALL = "--env-id parity_env:Parity-v0 --num-envs 2 --num-steps 32 --num-minibatches 2 "
@@ -112,7 +117,11 @@ if __name__ == "__main__":
 '''
 
 
-def torchrun(*command, count=2, more=()):
+# Nothing of torchrun listens for other machines, as in docs/cluster.md
+LOOPBACK = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+
+
+def torchrun(*command, count=2, more=(), loopback=True):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), "."])
     environment = {
         **os.environ,
@@ -120,10 +129,13 @@ def torchrun(*command, count=2, more=()):
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if loopback:
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
+        *(LOOPBACK if loopback else []),
         f"--nproc_per_node={count}",
         *more,
         *map(str, command),
@@ -262,7 +274,11 @@ def when_it_runs(iterations=3):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_a_restart_goes_on_from_it(restarts):
+def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_a_restart_goes_on_from_it(
+    restarts, monkeypatch
+):
+    """Without a secret no checkpoint is signed: a restart does not need a signature."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", os.devnull)
     copy_with_a_look_inside()
     total = 2_000_000 if not restarts else 8_000
     line = [*SMALL.split(), "--total-timesteps", total, "--checkpoint-interval", 640]
@@ -283,6 +299,179 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_a_restart_goes_on_from
     else:
         assert process.returncode != 0 and 640 <= state["global_step"] < total
         assert "another rank is gone" in out or "Stopped after" in out, out
+
+
+# What ranks exchange, and where they listen
+
+EXCHANGE = """
+import math
+import sys
+import numpy as np
+import torch.distributed as dist
+from onefile_rl import distributed
+
+def refuse(*args, **kwargs):
+    sys.exit("unpickled")
+
+dist.all_gather_object = dist.broadcast_object_list = refuse
+dist.distributed_c10d._tensor_to_object = refuse
+distributed.join("cpu")
+rank = distributed.RANK
+rng = np.random.default_rng(rank)
+floats = [float.fromhex("0x1.fffffffffffffp+1023"), 5e-324, -0.0, 0.1, math.inf, *rng.normal(size=99)]
+mine = {"floats": floats, "texts": ["", chr(233)] * rank, "none": None, "true": np.bool_(True)}
+mine |= {"numbers": [np.float32(0.1), np.int64(2**62), np.arange(3)], "empty": {}, "rank": rank}
+every = distributed.gather(mine)
+for number, theirs in enumerate(every):
+    same = [*floats[:5], *np.random.default_rng(number).normal(size=99)]
+    assert list(map(float.hex, theirs["floats"])) == list(map(float.hex, map(float, same)))
+    assert theirs["texts"] == ["", chr(233)] * number and theirs["rank"] == number
+    assert theirs["none"] is None and theirs["true"] is True and theirs["empty"] == {}
+    assert theirs["numbers"] == [float(np.float32(0.1)), 2**62, [0, 1, 2]]
+assert distributed.minimum(5 - rank) == 4 and distributed.total(1) == 2
+distributed.leave()
+if rank == 0:
+    print("exchanged")
+"""
+
+
+def test_ranks_exchange_json_and_unpickle_nothing():
+    Path("exchange.py").write_text(EXCHANGE)
+    process = torchrun("exchange.py")
+    out = finish(process)
+    assert process.returncode == 0 and "exchanged" in out, out
+
+
+def test_what_json_does_not_have_is_refused():
+    with pytest.raises(TypeError, match="ranks can't exchange a set"):
+        distributed.to_json({"a": {1, 2}})
+
+
+def listening(pid):
+    """Return the addresses on which a process and its children listen."""
+    addresses = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            words = line.split()
+            raw = bytes.fromhex(words[1].split(":")[0])
+            raw = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+            family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+            if words[3] == "0A":
+                addresses[f"socket:[{words[9]}]"] = socket.inet_ntop(family, raw)
+    found = []
+    pids = [pid]
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            pids += map(int, task.read_text().split())
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found += [addresses[link]] if (link := os.readlink(file)) in addresses else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+def test_the_documented_command_listens_on_loopback_only():
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    command = re.search(r"^    (TORCH\S+=1 torchrun .*?[^\\])\n", page, re.DOTALL | re.MULTILINE)[1]
+    command = shlex.split(command.replace("\\\n", " "))
+    assert command[0] == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" and command[1] == "torchrun"
+    options = [word for word in command[2:] if word.startswith("--")]
+    assert {*LOOPBACK, "--nproc_per_node=2"} <= set(options)
+    copy_with_a_look_inside()
+    process = torchrun("my_ppo.py", *SMALL.split(), "--total-timesteps", 10**7)
+    try:
+        when_it_runs(1)
+        found = listening(process.pid)
+        assert len(found) >= 2 and set(found) <= {"127.0.0.1", "::1"}, found
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        finish(process)
+
+
+# Restarts
+
+JOB = """
+import os
+import sys
+import time
+from pathlib import Path
+from onefile_rl import distributed
+
+name = sys.argv[1]
+distributed.join("cpu")
+before = distributed.interrupted_run()
+with open(f"{name}.txt", "a") as file:
+    file.write(f"{distributed.RANK} {before}\\n")
+distributed.note_run(f"runs/{name}")
+if before is None:
+    distributed.gather(None)
+    Path(f"{name}{distributed.RANK}.ready").touch()
+    deadline = time.time() + 60
+    while len(list(Path(".").glob("*.ready"))) < 4 and time.time() < deadline:
+        time.sleep(0.05)
+    os._exit(1)
+distributed.note_run(None)
+distributed.leave()
+"""
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_two_jobs_in_one_folder_continue_their_own_runs(loopback):
+    """Neither has an --rdzv-id, and both run at the same time. Their notes end with the jobs."""
+    Path("job.py").write_text(JOB)
+    more = ["--max-restarts=1", "--log-dir=logs"]
+    if not loopback:
+        more += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    jobs = [torchrun("job.py", name, more=more, loopback=loopback) for name in ("one", "two")]
+    outs = [finish(job) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outs
+    for name in ("one", "two"):
+        ranks = sorted(Path(f"{name}.txt").read_text().splitlines())
+        assert ranks == ["0 None", f"0 runs/{name}", "1 None", f"1 runs/{name}"]
+    assert not list(Path(".").rglob("run.json")) and not Path("runs").exists()
+
+
+def test_a_note_with_other_arguments_is_not_used(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    monkeypatch.setattr(distributed, "gather", lambda x: [None, x])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "1"])
+    distributed.note_run("runs/x")
+    assert distributed.interrupted_run() == "runs/x"
+    monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "2"])
+    assert distributed.interrupted_run() is None
+    assert capsys.readouterr().out == "runs/x is not continued, it has other arguments: --seed 1\n"
+    distributed.note_run(None)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_job_without_a_place_for_its_note_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    monkeypatch.setattr(distributed, "gather", lambda x: [x, x])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    distributed.note_run("runs/x")
+    assert "a restart begins a new one: torchrun has no --log-dir" in capsys.readouterr().out
+    assert distributed.interrupted_run() is None
+
+
+def test_a_checkpoint_keeps_the_device_cuda_for_every_rank(monkeypatch):
+    """Not the GPU of rank 0, which all ranks would share after --resume."""
+    monkeypatch.setattr(distributed, "local_device", lambda device: "cpu")
+    monkeypatch.setattr(arguments, "check_device", lambda device: None)
+    few = dict(num_steps=32, num_minibatches=2, total_timesteps=32, hidden_sizes=(8,))
+    ppo.train(ppo.Args(env_id="parity_env:Parity-v0", device="cuda", **few))
+    (folder,) = Path("runs").iterdir()
+    assert checkpoints.load(folder, ppo.__file__)[1]["args"]["device"] == "cuda"
+    assert json.loads((folder / "config.json").read_text())["args"]["device"] == "cuda"
+
+
+def test_each_rank_has_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert distributed.local_device("cuda") == "cuda:1" and distributed.local_device("cpu") == "cpu"
 
 
 def test_one_process_is_alone_and_says_nothing():

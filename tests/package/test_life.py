@@ -26,7 +26,7 @@ from conftest import call, curve, needs_gl, stop_after, train
 import ppo_continuous_multiagent as ppo
 from envs.make import SyncEnvs, make_env, make_envs
 from envs.rendering import use_tracking_camera
-from onefile_rl import checkpoints, evaluate, export, runs
+from onefile_rl import checkpoints, evaluate, export, runs, trust
 from unity_vec_env import UnityPlayerError, UnityVecEnv
 
 SMALL = dict(
@@ -312,6 +312,7 @@ def test_evaluation_is_of_new_episodes_and_films_only_if_asked(monkeypatch, caps
     path = folder / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     state["args"]["capture_video"] = True
+    state["seal"] = trust.seal(state)
     torch.save(state, path)
     original = ppo.make_envs
     monkeypatch.setattr(

@@ -89,7 +89,9 @@ def test_an_untrusted_checkpoint_starts_nothing(what, option, monkeypatch):
     folder = train(total_timesteps=64)
     args, expected = EVIL[what]
     change_arguments(folder, **args)
-    with pytest.raises(SystemExit, match="was not written on this machine and would") as caught:
+    with pytest.raises(
+        SystemExit, match="was not written on this machine and in this place, and would"
+    ) as caught:
         call(monkeypatch, option, folder, "--total-timesteps", 128)
     assert expected in str(caught.value) and len(str(caught.value).strip().splitlines()) == 1
     assert not Path("started").exists() and "evil" not in sys.modules
