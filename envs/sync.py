@@ -6,7 +6,7 @@ import gymnasium as gym
 import imageio
 import numpy as np
 
-from envs import attributes
+from envs import attributes, contract
 from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering
 from onefile_rl.engines.scenes import EngineError
 
@@ -72,7 +72,8 @@ class SyncEnvs:
 
     def _gather(self, observations):
         """Return the observations of all envs as one array, and keep it for state()."""
-        self.last_obs = np.stack(observations).astype(np.float32)
+        shape = (self.num_envs, *self.single_observation_space.shape)
+        self.last_obs = np.stack(observations).astype(np.float32).reshape(shape)
         return self.last_obs
 
     def step(self, actions):
@@ -85,9 +86,20 @@ class SyncEnvs:
 
         for i, env in enumerate(self.envs):
             episode = self.episodes[i]
-            if not episode.actions:
+            first = not episode.actions
+            if first:
                 episode.note_first_step(env)
-            observation, rewards[i], term, trunc, info = env.step(actions[i])
+            try:
+                observation, reward, term, trunc, info = env.step(actions[i])
+            except (TypeError, ValueError) as error:
+                contract.explain_step(env, actions[i], error)
+                raise
+            try:
+                rewards[i] = reward
+            except (TypeError, ValueError):
+                rewards[i] = contract.to_number(env, reward)
+            if first:
+                contract.check_observation(env, observation)
             if term or trunc:
                 infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
                 if "is_success" in info:
@@ -206,7 +218,14 @@ class Episode:
 
     def reset(self, env):
         """Start the episode and return its first observation."""
-        observation, _ = env.reset(seed=self.seed)
+        try:
+            observation, info = env.reset(seed=self.seed)
+            if not isinstance(info, dict):
+                raise TypeError("reset returned no info")
+            contract.check_observation(env, observation)
+        except (TypeError, ValueError) as error:
+            contract.explain_reset(env, error)
+            raise
         self.after_reset = attributes.read(env)
         return observation
 

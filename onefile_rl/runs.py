@@ -64,6 +64,7 @@ from onefile_rl.checkpoints import (
     set_random_state,
 )
 from onefile_rl.engines.scenes import EngineError
+from onefile_rl.errors import is_message
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -880,7 +881,11 @@ def main(
                 evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
-    except (ValueError, EngineError, FloatingPointError, MemoryError) as error:
+    except (EngineError, MemoryError) as error:
+        raise SystemExit(f"\n{error}") from None
+    except (ValueError, FloatingPointError) as error:
+        if not is_message(error, script):
+            raise
         raise SystemExit(f"\n{error}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
