@@ -420,15 +420,17 @@ def rescale_far_actions(env):
 
     # -1 to 1 becomes low to high
     scale = np.where(far, width / 2, 1.0)
-    offset = np.where(far, low + width / 2, 0.0)
+    offset = np.where(far, low, 0.0) + np.where(far, width, 0.0) / 2
     is_integer = space.dtype.kind in "iu"
 
     def to_env(action):
         action = np.where(far, np.clip(action * scale + offset, low, high), action)
         return (np.rint(action) if is_integer else action).astype(space.dtype)
 
-    bounds = (np.where(far, -1, low), np.where(far, 1, high))
-    near = gym.spaces.Box(*bounds, dtype=np.float32 if is_integer else space.dtype)
+    dtype = np.float32 if is_integer else space.dtype
+    new_low = np.where(far, -1, low).astype(dtype)
+    new_high = np.where(far, 1, high).astype(dtype)
+    near = gym.spaces.Box(new_low, new_high, dtype=dtype)
     first = np.flatnonzero(far)[0]
     example = f"action {first}, from {low.flat[first]:g} to {high.flat[first]:g}"
     note(f"{env.spec.id}: {far.sum()} of {far.size} action(s) are rescaled to -1 to 1: {example}")

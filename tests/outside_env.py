@@ -118,6 +118,8 @@ class Asserts(Simple):
 class Starts(Simple):
     """Starts where the options of the reset say."""
 
+    x = 0.0
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.x = (options or {}).get("x", 0.0)

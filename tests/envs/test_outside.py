@@ -1,4 +1,4 @@
-"""Envs of other packages: they work, or one line says what is wrong and what to do. The stand-ins are in outside_env."""
+"""Envs of other packages work, or one line says what is wrong and what to do. Stand-ins are in outside_env.py."""
 
 import importlib.util
 from contextlib import closing
@@ -41,7 +41,7 @@ def refused(function, *args, **kwargs):
         function(*args, **kwargs)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    assert errors.is_message(caught.value, "none.py")
+    assert errors.is_message(caught.value, ppo_pixel.__file__)
     return message
 
 
