@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 STEP = "observation, reward, terminated, truncated, info"
+ADD_UP = "add up its parts in a wrapper, see docs/environments.md"
 ADAPT = "adapt it in a module of your own, see docs/environments.md"
 LIBRARIES = (str(Path(gym.__file__).parent), str(Path(__file__).parent))
 
@@ -79,10 +80,17 @@ def to_number(env, reward):
     array = np.asarray(reward)
     if array.size == 1 and array.dtype.kind in "biuf":
         return array.item()
-    fix = "add up its parts in a wrapper, see docs/environments.md"
-    if array.size == 1:
-        fix = ADAPT
+    fix = ADD_UP if array.size > 1 else ADAPT
     raise ValueError(f"{name(env)}: the reward is {shape(reward)}, expected a number: {fix}")
+
+
+def check_reward_space(env):
+    """Raise an error if the env declares several rewards, as MO-Gymnasium's envs do."""
+    space = getattr(env.unwrapped, "reward_space", None)
+    if isinstance(space, gym.spaces.Box) and space.shape not in ((), (1,)):
+        raise ValueError(
+            f"{name(env)}: the reward is a vector of shape {space.shape}, expected a number: {ADD_UP}"
+        )
 
 
 def check_observation(env, observation):

@@ -30,6 +30,7 @@ import gymnasium as gym
 import imageio
 import numpy as np
 
+from envs import contract
 from envs.envpool_envs import EnvPoolEnvs
 from envs.rendering import use_tracking_camera
 from envs.sync import RecordedEnvs, SyncEnvs
@@ -440,6 +441,7 @@ def rescale_far_actions(env):
 def make_env(env_id, /, **kwargs):
     """Return one gymnasium env whose observations and actions are vectors."""
     env = make_as_it_is(env_id, find(env_id), kwargs)
+    contract.check_reward_space(env)
     check_images(env)
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box):

@@ -5,6 +5,7 @@ import mujoco
 import numpy as np
 from PIL import Image
 
+from envs import contract
 from envs.make import (
     ResetOptions,
     cannot_make,
@@ -72,6 +73,7 @@ def make_pixel_env(
         if from_pixels and isinstance(error, GL_ERRORS):
             raise ValueError(f"--from-pixels {NEEDS_GL} ({error})") from None
         raise cannot_make(env_id, env_kwargs, error) from None
+    contract.check_reward_space(env)
     if reset_options:
         env = ResetOptions(env, reset_options)
     if atari:

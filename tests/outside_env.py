@@ -69,6 +69,10 @@ class Endless(Simple):
 class Objectives(Simple):
     """As MO-Gymnasium: a vector of rewards."""
 
+    def __init__(self, declared=False):
+        if declared:
+            self.reward_space = gym.spaces.Box(0, 2, (2,), np.float32)
+
     def step(self, action):
         return self.see(), np.array([1.0, 2.0]), False, False, {}
 

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import outside_env
 import pytest
 import torch
-from conftest import call
+from conftest import assert_refused, call
 
 import ppo_continuous_multiagent as ppo
 import ppo_pixel
@@ -57,20 +56,16 @@ def play(env_id, steps=3, **kwargs):
 # Ids
 
 
-def test_an_id_without_its_module_is_suggested_with_it(monkeypatch):
+def test_an_id_without_its_module_is_suggested_with_it(monkeypatch, tmp_path):
     """Stands in for ALE/Pong-v5 with ale_py installed."""
-    monkeypatch.setitem(make.PACKAGES, "outside_env", ("outside", ("Outside/",)))
-    gym.register("Outside/Pong-v5", outside_env.Grid)
+    code = "import gymnasium, outside_env\ngymnasium.register('Far/Pong-v5', outside_env.Grid)\n"
+    (tmp_path / "far_away.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(make.PACKAGES, "far_away", ("far-away", ("Far/",)))
     try:
-        # The id is registered by the import, which the search itself does
-        spec = gym.registry.pop("Outside/Pong-v5")
-        restore = lambda name: gym.registry.update({"Outside/Pong-v5": spec})
-        monkeypatch.setattr(make.importlib, "import_module", restore)
-        monkeypatch.setattr(make.gym, "spec", lambda name: gym.registry["none"])
-        reason = make.missing_id("", "Outside/Pong-v5", KeyError())
-        assert reason == "did you mean outside_env:Outside/Pong-v5?"
+        assert refused(make_env, "Far/Pong-v5").endswith("did you mean far_away:Far/Pong-v5?")
     finally:
-        gym.registry.pop("Outside/Pong-v5", None)
+        gym.registry.pop("Far/Pong-v5", None)
 
 
 def test_an_id_of_a_known_package_says_how_to_install_it(monkeypatch):
@@ -196,6 +191,12 @@ def test_resized_pixels_are_means(channels):
 )
 def test_an_env_of_another_api_is_refused_with_what_it_returned(env_id, match):
     assert f"{env_id}: {match}" in refused(play, env_id)
+
+
+def test_several_rewards_are_refused_before_a_run_starts():
+    """MO-Gymnasium's envs declare their rewards."""
+    message = refused(make_env, "outside_env:Objectives-v0", declared=True)
+    assert "Objectives-v0: the reward is a vector of shape (2,), expected a number" in message
 
 
 def test_a_reward_in_an_array_of_one_number_is_a_number():
@@ -382,7 +383,11 @@ def test_atari_has_the_usual_preprocessing():
     frames = game.ale.getEpisodeFrameNumber()
     envs.step(np.zeros(1, int))
     assert game.ale.getEpisodeFrameNumber() == frames + 4
-    assert "did you mean ale_py:ALE/Pong-v5?" in refused(make_env, "ALE/Pong-v5")
+
+
+@needs("ale_py")
+def test_atari_without_its_module_is_suggested_with_it(tmp_path):
+    assert_refused(ppo_pixel, "--env-id ALE/Pong-v5", "did you mean ale_py:ALE/Pong-v5?", tmp_path)
 
 
 @needs("ale_py")
@@ -399,6 +404,5 @@ def test_minigrid_works_on_its_image_and_direction():
 
 @needs("mo_gymnasium")
 def test_vector_rewards_of_mo_gymnasium_are_refused():
-    envs = SyncEnvs([make_env("mo_gymnasium:deep-sea-treasure-v0")])
-    envs.reset(seed=1)
-    assert "the reward is ndarray of shape (2,)" in refused(envs.step, np.zeros(1, int))
+    message = refused(make_env, "mo_gymnasium:deep-sea-treasure-v0")
+    assert "the reward is a vector of shape (2,)" in message
