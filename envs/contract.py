@@ -12,6 +12,12 @@ import numpy as np
 STEP = "observation, reward, terminated, truncated, info"
 ADD_UP = "add up its parts in a wrapper, see docs/environments.md"
 ADAPT = "adapt it in a module of your own, see docs/environments.md"
+# The wrappers of gym.make, which return rewards as they are
+NEUTRAL_WRAPPERS = (
+    gym.wrappers.OrderEnforcing,
+    gym.wrappers.PassiveEnvChecker,
+    gym.wrappers.TimeLimit,
+)
 LIBRARIES = (str(Path(gym.__file__).parent), str(Path(__file__).parent))
 
 
@@ -85,8 +91,11 @@ def to_number(env, reward):
 
 
 def check_reward_space(env):
-    """Raise an error if the env declares several rewards, as MO-Gymnasium's envs do."""
-    space = getattr(env.unwrapped, "reward_space", None)
+    """Raise an error if the env declares several rewards, as MO-Gymnasium's envs do, and no wrapper combines them."""
+    layer = env
+    while isinstance(layer, NEUTRAL_WRAPPERS):
+        layer = layer.env
+    space = None if isinstance(layer, gym.Wrapper) else getattr(layer, "reward_space", None)
     if isinstance(space, gym.spaces.Box) and space.shape not in ((), (1,)):
         raise ValueError(
             f"{name(env)}: the reward is a vector of shape {space.shape}, expected a number: {ADD_UP}"

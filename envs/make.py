@@ -212,7 +212,9 @@ def missing_module(module, error):
     package = PACKAGES.get(module, (None,))[0]
     if package and isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]:
         return f"{error}: pip install {package}"
-    return f"{error}"
+    if Path(f"{module}.py").exists():
+        return f"{error}, but {module}.py is in this folder: set PYTHONPATH=. to import it"
+    return str(error)
 
 
 def missing_id(module, name, error):

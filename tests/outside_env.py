@@ -77,6 +77,13 @@ class Objectives(Simple):
         return self.see(), np.array([1.0, 2.0]), False, False, {}
 
 
+class FirstReward(gym.RewardWrapper):
+    """Chooses one of several rewards."""
+
+    def reward(self, reward):
+        return reward[0]
+
+
 class RewardInArray(Simple):
     """Returns the reward as an array of shape (1,)."""
 
@@ -220,4 +227,5 @@ for kind in (
     Starts, Valve, Dimensions, Levels, Breaks, Wide, Stripes,
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)
+gym.register("OneObjective-v0", lambda: FirstReward(Objectives(declared=True)))
 gym.register("StartsPixels-v0", StartsPixels, kwargs={"size": 36}, max_episode_steps=5)

@@ -76,6 +76,13 @@ def test_an_id_of_a_known_package_says_how_to_install_it(monkeypatch):
     assert message.endswith("No module named 'no_such_module': pip install no-such-package")
 
 
+def test_a_module_in_another_folder_is_found_with_the_advice(monkeypatch, tmp_path):
+    (tmp_path / "mine_only.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    message = refused(make_env, "mine_only:Thing-v0")
+    assert message.endswith("mine_only.py is in this folder: set PYTHONPATH=. to import it")
+
+
 @pytest.mark.parametrize(
     "env_id", ["crafter:CrafterReward-v1", "CrafterReward-v1", "pettingzoo.mpe:simple_v3"]
 )
@@ -197,6 +204,7 @@ def test_several_rewards_are_refused_before_a_run_starts():
     """MO-Gymnasium's envs declare their rewards."""
     message = refused(make_env, "outside_env:Objectives-v0", declared=True)
     assert "Objectives-v0: the reward is a vector of shape (2,), expected a number" in message
+    assert play("OneObjective-v0") == [1, 1, 1]
 
 
 def test_a_reward_in_an_array_of_one_number_is_a_number():
