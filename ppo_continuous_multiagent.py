@@ -32,6 +32,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
+10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first rescales
+    bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import os
@@ -210,7 +212,7 @@ class Agent(nn.Module):
     def act(self, obs, deterministic=False):
         """Return the actions to learn from, and the same actions within the bounds of the env."""
         action, _, _, _ = self.get_action_and_value(obs, deterministic=deterministic)
-        return action, action.clamp(self.bounds.low, self.bounds.high)
+        return action, action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (10)
 
 
 class Rollout:

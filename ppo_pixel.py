@@ -5,6 +5,7 @@ environment, with continuous or discrete actions.
     python ppo_pixel.py --unity-path ./Builds/MyScene        your Unity build
     python ppo_pixel.py --godot-path ./my_game               your Godot game
     python ppo_pixel.py --env-id DummyPixels-v0              any gymnasium env with images
+    python ppo_pixel.py --env-id ale_py:ALE/Pong-v5          Atari, preprocessed as usual
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
     python ppo_pixel.py --resume runs/NAME                   also --evaluate, --export
 
@@ -46,6 +47,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
 10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
+11. SB3 and CleanRL clip actions to any bounds. We do too, but envs/make.py first rescales bounds
+    that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import math
@@ -377,7 +380,8 @@ class Agent(nn.Module):
         )
         if self.branches:
             return action, action + self.start, logprob, value
-        return action, action.clamp(self.bounds.low, self.bounds.high), logprob, value
+        env_action = action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (11)
+        return action, env_action, logprob, value
 
 
 def get_vectors_and_masks(obs, infos, slots, spec):
