@@ -222,9 +222,55 @@ class Stripes(gym.Env):
         return image
 
 
+class Various(Simple):
+    """Observes and takes what the spaces say, with random values."""
+
+    def __init__(self, observation, action):
+        self.observation_space = observation
+        self.action_space = action
+
+    def see(self):
+        return self.observation_space.sample()
+
+    def step(self, action):
+        space = self.action_space
+        if isinstance(space, gym.spaces.Box) and space.is_bounded():
+            assert space.contains(np.asarray(action, space.dtype)), action
+        elif not isinstance(space, gym.spaces.Box):
+            assert space.contains(action), action
+        return self.see(), 1, False, False, {}
+
+
+class PlainNumbers(Simple):
+    """Observes a number of Python's own in place of an array of shape (1,)."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def see(self):
+        return 0.5
+
+
+NUMBERS = gym.spaces.Box(-1, 1, (3,), np.float32)
+ONE = gym.spaces.Box(-1, 1, (1,), np.float32)
+VARIOUS = {
+    "Tuple": (gym.spaces.Tuple([NUMBERS, gym.spaces.Discrete(3)]), ONE),
+    "Text": (gym.spaces.Dict({"numbers": NUMBERS, "text": gym.spaces.Text(4)}), ONE),
+    "Double": (gym.spaces.Box(-1, 1, (3,), np.float64), gym.spaces.Box(-1, 1, (2,), np.float64)),
+    "Bool": (gym.spaces.MultiBinary(5), ONE),
+    "Bytes": (gym.spaces.Box(0, 255, (128,), np.uint8), ONE),
+    "Unbounded": (NUMBERS, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
+    "Start": (NUMBERS, gym.spaces.Discrete(3, start=-1)),
+    "Table": (NUMBERS, gym.spaces.MultiDiscrete([[2, 3], [4, 5]])),
+}
+for label, (observation, action) in VARIOUS.items():
+    kwargs = {"observation": observation, "action": action}
+    gym.register(f"Various{label}-v0", Various, kwargs=kwargs, max_episode_steps=5)
+gym.register("VariousAutoreset-v0", lambda: gym.wrappers.Autoreset(Simple()), max_episode_steps=5)
+gym.register("VariousEndless-v0", Simple)
+
 for kind in (
     Grid, OnlyText, Endless, Objectives, RewardInArray, OldStep, OldReset, OldResetWithoutSeed, WrongShape, Asserts,
-    Starts, Valve, Dimensions, Levels, Breaks, Wide, Stripes,
+    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Wide, Stripes,
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)
 gym.register("OneObjective-v0", lambda: FirstReward(Objectives(declared=True)))

@@ -11,6 +11,7 @@ import torch
 from conftest import assert_refused, call
 
 import ppo_continuous_multiagent as ppo
+import ppo_discrete_multiagent as ppo_discrete
 import ppo_pixel
 from envs import make, pixels
 from envs.make import make_env
@@ -18,6 +19,7 @@ from envs.pixel_wrappers import make_pixel_env, resize
 from envs.pixels import PixelEnvs
 from envs.sync import SyncEnvs
 from onefile_rl import arguments, checkpoints, errors, runs
+from onefile_rl.fast import machine
 
 SMALL = dict(
     num_steps=16, num_minibatches=2, update_epochs=1, hidden_sizes=(4,), total_timesteps=32
@@ -323,6 +325,31 @@ def test_one_infinite_bound_among_finite_ones_works(empty_folder):
     assert clipped.tolist() == torch.tensor([-1e30, 1e30]).tolist()
 
 
+# What has always worked
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "VariousTuple-v0",
+        "VariousText-v0",
+        "VariousDouble-v0",
+        "VariousBool-v0",
+        "VariousBytes-v0",
+        "VariousUnbounded-v0",
+        "VariousStart-v0",
+        "VariousTable-v0",
+        "VariousAutoreset-v0",
+        "VariousEndless-v0",
+        "PlainNumbers-v0",
+    ],
+)
+def test_usual_spaces_train(env_id, empty_folder):
+    discrete = env_id in ("VariousStart-v0", "VariousTable-v0")
+    script = ppo_discrete if discrete else ppo
+    script.train(script.Args(env_id=f"outside_env:{env_id}", exp_name="usual", num_envs=2, **SMALL))
+
+
 # Memory and errors
 
 
@@ -374,6 +401,59 @@ def test_only_deliberate_errors_of_the_project_are_messages(tmp_path):
     assert errors.is_message(caught(namespace["check"]), script)
     assert not errors.is_message(caught(namespace["slip"]), script)
     assert not errors.is_message(caught(namespace["check"]), "other.py")
+
+
+# Threads
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 8, 12])
+def test_free_cores_are_all_used(limit):
+    assert machine.fastest(limit, lambda n: 1 / n) == limit
+
+
+def test_threads_that_wait_for_each_other_are_not_used():
+    measured = []
+
+    def measure(n):
+        measured.append(n)
+        return 1.0 if n == 1 else 30.0
+
+    assert machine.fastest(8, measure) == 1
+    assert measured.count(2) == measured.count(8) == 1  # given up at once
+    assert machine.fastest(8, lambda n: 1 / n if n <= 4 else 1.0) == 4  # half of the cores are free
+
+
+def test_a_number_of_threads_that_the_user_sets_is_kept(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(machine, "MAX_THREADS", 2)
+    monkeypatch.setattr(machine, "fastest", None)
+    assert machine.free_threads.__wrapped__() == 2
+
+
+def test_fewer_threads_are_reported(monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "MAX_THREADS", 2)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: np.inf)
+    monkeypatch.setattr(machine, "time_products", lambda n: n)
+    assert machine.free_threads.__wrapped__() == 1
+    assert "Other processes use the cores: 1 of 2 threads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, np.inf),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, np.inf),
+        ({}, np.inf),
+    ],
+)
+def test_the_quota_of_a_container_limits_the_threads(files, cores, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert machine.cpu_quota(tmp_path) == cores
 
 
 # The packages themselves, where they are installed
