@@ -32,6 +32,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
+10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first rescales
+    bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import os
@@ -210,7 +212,7 @@ class Agent(nn.Module):
     def act(self, obs, deterministic=False):
         """Return the actions to learn from, and the same actions within the bounds of the env."""
         action, _, _, _ = self.get_action_and_value(obs, deterministic=deterministic)
-        return action, action.clamp(self.bounds.low, self.bounds.high)
+        return action, action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (10)
 
 
 class Rollout:
@@ -461,7 +463,7 @@ def train(args, resumed=None):
         envs = run.envs
         num_agents = envs.num_envs
         spec = runs.describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
         # Agent, optimizer, and storage for one iteration. A step of the envs may add up to

@@ -612,7 +612,7 @@ def train(args, resumed=None):
         envs = run.envs
         num_agents = envs.num_envs
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
         # Agent, optimizer, and storage for one iteration. A step of the envs may add up to

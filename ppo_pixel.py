@@ -5,6 +5,7 @@ environment, with continuous or discrete actions.
     python ppo_pixel.py --unity-path ./Builds/MyScene        your Unity build
     python ppo_pixel.py --godot-path ./my_game               your Godot game
     python ppo_pixel.py --env-id DummyPixels-v0              any gymnasium env with images
+    python ppo_pixel.py --env-id ale_py:ALE/Pong-v5          Atari, preprocessed as usual
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
     python ppo_pixel.py --resume runs/NAME                   also --evaluate, --export
 
@@ -46,6 +47,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
 10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
+11. SB3 and CleanRL clip actions to any bounds. We do too, but envs/make.py first rescales bounds
+    that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import math
@@ -58,7 +61,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from envs.pixels import describe_seen, make_envs
+from envs.pixels import describe_seen, frame_stack, make_envs
 from onefile_rl import distributed, fast, runs
 from onefile_rl.engines.scenes import engine
 from onefile_rl.frames import Frames, stacked
@@ -73,14 +76,14 @@ class Args(runs.Args):
     """a bundled scene (GridWorld, GodotRover), a gymnasium id, or module:id"""
     from_pixels: bool = False
     """replace the observations of a MuJoCo env of gymnasium by rendered images"""
-    image_size: int = 64
-    """the height and width of rendered images"""
+    image_size: int | None = None
+    """the size of rendered images (default 64) and Atari's (84); other images are resized to it"""
     frame_stack: int | None = None
-    """the number of last images in an observation; by default 3 with --from-pixels, otherwise 1"""
+    """the number of last images in an observation; default: 3 with --from-pixels, 4 in Atari, or 1"""
     grayscale: bool = False
     """convert images to grayscale"""
-    action_repeat: int = 1
-    """how often a gymnasium env repeats each action; the observation is the last image"""
+    action_repeat: int | None = None
+    """how often a gymnasium env repeats each action; by default 4 in Atari, otherwise 1"""
     num_envs: int = 8
     """the number of parallel gymnasium envs; in a Unity or Godot scene every agent counts as one"""
     num_workers: int = 0
@@ -131,8 +134,15 @@ class Args(runs.Args):
 
 # Settings for single environments. Options on the command line take precedence.
 # GridWorld: the discount and the entropy bonus of ML-Agents' official settings.
+# ATARI: the settings of CleanRL and SB3's zoo.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
+ATARI = dict(
+    total_timesteps=10_000_000, num_steps=128, num_minibatches=4, learning_rate=2.5e-4,
+    clip_coef=0.1, ent_coef=0.01,
+)  # fmt: skip
 PRESETS = {
+    "ale_py:ALE/Breakout-v5": ATARI,
+    "ale_py:ALE/Pong-v5": ATARI,
     "DummyPixels-v0": DUMMY,
     "DummyPixelsDiscrete-v0": DUMMY,
     "DummyPixelsMultiDiscrete-v0": DUMMY,
@@ -175,12 +185,12 @@ def check(args):
             "num_workers": 1000,
         },
     )
-    for name in ("from_pixels", "grayscale", "num_workers"):
+    for name in ("from_pixels", "grayscale", "num_workers", "image_size", "action_repeat"):
         if getattr(args, name) and engine(args):
             reason = f"a {engine(args)} scene has its own cameras and processes"
             raise ValueError(f"{runs.option(name)} is for gymnasium envs: {reason}")
     smallest = SMALLEST[args.encoder]
-    if args.from_pixels and args.image_size < smallest:
+    if args.image_size and args.image_size < smallest:
         needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
         raise ValueError(f"--image-size {args.image_size}: {needed}")
 
@@ -188,12 +198,13 @@ def check(args):
 def describe(args, envs):
     """Return the spec of a policy on images: sizes of observations and actions, and bounds."""
     spec = describe_seen(args, envs)
-    spec["stack"] = args.frame_stack or (3 if args.from_pixels else 1)
+    spec["stack"] = frame_stack(args)
     smallest = SMALLEST[args.encoder]
     for name, (height, width, _) in spec["images"].items():
         if min(height, width) < smallest:
             needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
-            raise ValueError(f"{name} is {height} x {width}: {needed}")
+            fix = "" if engine(args) else f"; resize it with --image-size {smallest}"
+            raise ValueError(f"{name} is {height} x {width}: {needed}{fix}")
 
     action_space = envs.single_action_space
     if isinstance(action_space, gym.spaces.Box):
@@ -369,7 +380,8 @@ class Agent(nn.Module):
         )
         if self.branches:
             return action, action + self.start, logprob, value
-        return action, action.clamp(self.bounds.low, self.bounds.high), logprob, value
+        env_action = action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (11)
+        return action, env_action, logprob, value
 
 
 def get_vectors_and_masks(obs, infos, slots, spec):
@@ -718,7 +730,7 @@ def train(args, resumed=None):
         envs = run.envs
         num_agents = envs.num_envs
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
         # Agent, optimizer, and storage for one iteration. A step of the envs may add up to

@@ -19,7 +19,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from envs import attributes
+from envs import attributes, contract
 from envs.pixel_wrappers import make_pixel_env
 from envs.sync import MAX_REPLAY_STEPS, SyncEnvs
 from onefile_rl.engines.process import Lines, kill_tree, write_line
@@ -74,9 +74,20 @@ class Group(SyncEnvs):
         success = self.arrays["success"]
         for i, env in enumerate(self.envs):
             episode = self.episodes[i]
-            if not episode.actions:
+            first = not episode.actions
+            if first:
                 episode.note_first_step(env)
-            obs, rewards[i], term, trunc, info = env.step(actions[i])
+            try:
+                obs, reward, term, trunc, info = env.step(actions[i])
+            except (TypeError, ValueError) as error:
+                contract.explain_step(env, actions[i], error)
+                raise
+            try:
+                rewards[i] = reward
+            except (TypeError, ValueError):
+                rewards[i] = contract.to_number(env, reward)
+            if first:
+                contract.check_observation(env, obs)
             terminated[i] = term
             truncated[i] = trunc
             if term or trunc:

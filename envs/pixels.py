@@ -22,12 +22,12 @@ from envs.pixel_workers import (
     shared_file,
     to_json,
 )
-from envs.pixel_wrappers import is_rendered_by_mujoco, make_pixel_env
+from envs.pixel_wrappers import is_preprocessed_atari, is_rendered_by_mujoco, make_pixel_env
 from envs.rendering import video_writer
 from envs.sync import check_numbers, report_restarted, restarted_info, values_per_env
 from onefile_rl.engines.scenes import engine
 
-PIXEL_ARGS = ("from_pixels", "image_size", "grayscale", "action_repeat", "env_kwargs")
+PIXEL_ARGS = ("from_pixels", "grayscale", "action_repeat", "env_kwargs", "reset_options")
 NO_VECTOR = np.zeros((0, 1))
 MIN_VIDEO_SIZE = 256  # pixels: smaller images are enlarged in videos
 VIDEO_SIZE = 480  # pixels, of rendered MuJoCo envs
@@ -47,6 +47,9 @@ def make_envs(args, seed, video=None):
         envs.video_steps = VIDEO_STEPS // 3  # videos of GridWorld show few steps a second
         return envs, how
     settings = {key: getattr(args, key) for key in PIXEL_ARGS}
+    # Only a size that the user chose resizes images; copies of the script may have a default
+    if args.from_pixels or args.image_size != type(args).image_size:
+        settings["image_size"] = args.image_size
     if video:
         return RecordedPixelEnvs(
             PixelEnvs(args.env_id, 1, **settings), video
@@ -79,6 +82,16 @@ def describe_seen(args, envs):
     vector = seen["vector"].shape[0] if "vector" in seen.spaces else 0
     default = [*images, vector] if vector else [*images]
     return {"images": images, "vector": vector, "sensors": getattr(envs, "sensors", default)}
+
+
+def frame_stack(args):
+    """Return the number of last images in an observation: --frame-stack, or what is usual for the env."""
+    if args.frame_stack:
+        return args.frame_stack
+    if args.from_pixels:
+        return 3
+    atari = engine(args) is None and is_preprocessed_atari(args.env_id, args.env_kwargs)
+    return 4 if atari else 1
 
 
 class PixelEnvs:

@@ -3,7 +3,7 @@
 import gymnasium as gym
 import numpy as np
 
-from envs import attributes
+from envs import attributes, contract
 from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering, video_writer
 from onefile_rl.engines.limits import SAFE_SQUARES, describe, find_invalid
 from onefile_rl.engines.scenes import EngineError, derive_seed
@@ -67,7 +67,8 @@ class SyncEnvs:
 
     def _gather(self, observations):
         """Return the observations of all envs as one array, and keep it for state()."""
-        self.last_obs = np.stack(observations).astype(np.float32)
+        shape = (self.num_envs, *self.single_observation_space.shape)
+        self.last_obs = np.stack(observations).astype(np.float32).reshape(shape)
         check_numbers(self.last_obs)
         return self.last_obs
 
@@ -81,9 +82,20 @@ class SyncEnvs:
 
         for i, env in enumerate(self.envs):
             episode = self.episodes[i]
-            if not episode.actions:
+            first = not episode.actions
+            if first:
                 episode.note_first_step(env)
-            observation, rewards[i], term, trunc, info = env.step(actions[i])
+            try:
+                observation, reward, term, trunc, info = env.step(actions[i])
+            except (TypeError, ValueError) as error:
+                contract.explain_step(env, actions[i], error)
+                raise
+            try:
+                rewards[i] = reward
+            except (TypeError, ValueError):
+                rewards[i] = contract.to_number(env, reward)
+            if first:
+                contract.check_observation(env, observation)
             if term or trunc:
                 infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
                 if "is_success" in info:
@@ -200,7 +212,14 @@ class Episode:
 
     def reset(self, env):
         """Start the episode and return its first observation."""
-        observation, _ = env.reset(seed=self.seed)
+        try:
+            observation, info = env.reset(seed=self.seed)
+            if not isinstance(info, dict):
+                raise TypeError("reset returned no info")
+            contract.check_observation(env, observation)
+        except (TypeError, ValueError) as error:
+            contract.explain_reset(env, error)
+            raise
         self.after_reset = attributes.read(env)
         return observation
 

@@ -152,6 +152,8 @@ class Args:
     """the env: a bundled scene, a gymnasium id, or module:id to import a module that registers the id"""
     env_kwargs: JsonObject = field(default_factory=dict)
     """keyword arguments of the gymnasium env as a JSON object, for example '{"ctrl_cost_weight": 0.2}'"""
+    reset_options: JsonObject = field(default_factory=dict)
+    """options that a gymnasium env gets with every reset, as a JSON object, for example '{"low": -0.1, "high": 0.1}'"""
     num_envs: int = 1
     """the number of parallel gymnasium envs; in a Unity or Godot scene every agent counts as one env"""
 
@@ -209,6 +211,9 @@ class Args:
     # Distributed training
     rollout_share: float = 1.0
     """with torchrun and PPO: the share of ranks that must finish a rollout before the others end theirs (DD-PPO)"""
+
+
+COMMON = {f.name for f in fields(Args)}
 
 
 def option(name):
@@ -382,6 +387,10 @@ def check_engine_options(args):
         raise ValueError(
             "--env-kwargs is for gymnasium envs; use --player-args=--NAME=VALUE for a Godot game"
         )
+    if game and args.reset_options:
+        raise ValueError(
+            f"--reset-options is for gymnasium envs: leave it out, {args.env_id} is a {game} scene"
+        )
     if game == "Godot" and args.env_parameters:
         raise ValueError(
             "--env-parameters is for Unity scenes; use --player-args=--NAME=VALUE for a Godot game"
@@ -443,8 +452,11 @@ def check_memory(name, value, needed):
         raise ValueError(f"{name} {value} {sizes}: choose a smaller value")
 
 
-def batch_sizes(args, num_agents):
-    """Return the batch size of this rank, the minibatch size, and the number of iterations."""
+def batch_sizes(args, num_agents, spec=None):
+    """Return the batch size of this rank, the minibatch size, and the number of iterations.
+
+    spec: the spec of the policy; with it, a rollout that does not fit into the memory is refused
+    """
     batch_size = num_agents * args.num_steps
     if batch_size % args.num_minibatches:
         size = f"{num_agents} x {args.num_steps} = {batch_size} decisions"
@@ -460,8 +472,22 @@ def batch_sizes(args, num_agents):
         raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
 
     minibatch_size = batch_size // args.num_minibatches
+    if spec:
+        needed = rollout_bytes(spec, batch_size + num_agents, minibatch_size)
+        check_memory("--num-steps", args.num_steps, needed)
     num_iterations = args.total_timesteps // batch_size_of_all_ranks
     return batch_size, minibatch_size, num_iterations
+
+
+def rollout_bytes(spec, num_rows, minibatch_size):
+    """Return about how many bytes the observations of one iteration of PPO take."""
+    # Observations and next observations, both again in the batch, and once more in normalized form
+    vectors = 5 * 4 * num_rows * (spec.get("obs_dim") or spec.get("vector", 0))
+
+    # Each image once as bytes, final ones in addition, and the stacks of a minibatch as floats
+    pixels = sum(math.prod(shape) for shape in spec.get("images", {}).values())
+    stacks = 2 * 4 * minibatch_size * spec.get("stack", 1) * pixels
+    return vectors + 2 * num_rows * pixels + stacks
 
 
 # The spec of a policy
@@ -519,7 +545,8 @@ class Bounds(nn.Module):
             if isinstance(spec[name], float):
                 setattr(self, name, spec[name])
             else:
-                self.register_buffer(name, torch.tensor(spec[name]))
+                # The largest numbers for infinite ones: all that an agent has must be finite
+                self.register_buffer(name, torch.tensor(spec[name]).nan_to_num())
 
 
 # The command line
@@ -566,7 +593,8 @@ def defaults_of_checkpoint(Args, checkpoint, given):
     saved_names = set(state["args"])
     script_names = {f.name for f in fields(Args)}
     removed = sorted(saved_names - script_names)
-    added = sorted(script_names - saved_names)
+    # Options that the package has got since do nothing by default
+    added = sorted(script_names - saved_names - COMMON)
     old_script = f"use the copy of the script in {path.parent}"
     if removed:
         raise ValueError(

@@ -73,6 +73,7 @@ from onefile_rl.checkpoints import (
 )
 from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
+from onefile_rl.errors import is_message
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -1228,7 +1229,11 @@ def main(
                 evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
-    except (ValueError, EngineError, FloatingPointError, MemoryError, NotSaved) as error:
+    except (EngineError, MemoryError, NotSaved) as error:
+        raise SystemExit(f"\n{printable_lines(error)}") from None
+    except (ValueError, FloatingPointError) as error:
+        if not is_message(error, script):
+            raise
         raise SystemExit(f"\n{printable_lines(error)}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None

@@ -10,9 +10,9 @@ from onefile_rl.fast.adam import Adam
 from onefile_rl.fast.compiled import CompiledUpdate
 from onefile_rl.fast.lstm import Unrolled, lstm
 from onefile_rl.fast.machine import (
-    THREADS,
     compiler,
     detach,
+    free_threads,
     keep_freed_memory,
     means,
     tensors,
@@ -20,16 +20,23 @@ from onefile_rl.fast.machine import (
 )
 
 __all__ = [
-    "THREADS",
     "Acting",
     "Adam",
     "CompiledUpdate",
     "Unrolled",
     "compiler",
     "detach",
+    "free_threads",
     "keep_freed_memory",
     "lstm",
     "means",
     "tensors",
     "threads",
 ]
+
+
+def __getattr__(name):
+    """Return THREADS, the number of threads for large products. It is measured at the first use only."""
+    if name == "THREADS":
+        return free_threads()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
