@@ -27,7 +27,7 @@ import imageio
 import numpy as np
 
 from envs.envpool_envs import EnvPoolEnvs
-from envs.rendering import use_tracking_camera
+from envs.rendering import load_triton, use_tracking_camera
 from envs.sync import RecordedEnvs, SyncEnvs
 from godot_vec_env import GodotVecEnv
 from onefile_rl.engines.scenes import GODOT_SCENES, SCENES, engine
@@ -148,6 +148,7 @@ def convert_movie_on_close(envs, movie, video):
 
 def find(env_id):
     """Return gymnasium's spec of an env id, which is NAME or MODULE:NAME. An error suggests similar ids."""
+    load_triton()  # the env may render, as soon as its module is imported
     module, _, name = env_id.rpartition(":")
     try:
         importlib.import_module(module or "gymnasium")

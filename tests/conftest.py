@@ -22,9 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()  # where this machine's secret is, for the tests
 sys.path.insert(0, str(ROOT))
 
+from envs.rendering import load_triton  # noqa: E402
 from onefile_rl import runs  # noqa: E402
 from onefile_rl.engines.unity import UnityMessageProto, Wire  # noqa: E402
 from unity_vec_env import UnityVecEnv  # noqa: E402
+
+load_triton()  # tests also render with gymnasium and MuJoCo directly
 
 there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
 needs_gl = pytest.mark.skipif(
