@@ -239,13 +239,14 @@ def call(script, monkeypatch, *line):
     script.main()
 
 
-def run_script(script, line, folder):
-    """As a user would, in a process of its own."""
+def run_script(script, line, folder, **more):
+    """As a user would, in a process of its own. `more` are variables of its environment."""
     command = [sys.executable, script.__file__, *line.split()]
     environment = {
         "PATH": "",
         "PYTHONPATH": str(ROOT / "tests"),
         "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
+        **more,
     }
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300

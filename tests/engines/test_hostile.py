@@ -885,7 +885,7 @@ def test_a_port_that_does_not_exist(port):
 # Random and damaged data
 
 
-def play(data, port, timeout):
+def play(data, port, timeout=60):
     """Step an env whose player sends `data` without waiting for answers, until it fails."""
 
     def say():

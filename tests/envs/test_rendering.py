@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, needs_compiler, needs_gl
+from conftest import ROOT, needs_compiler, needs_gl, run_script
+
+import ppo_pixel
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -174,3 +176,16 @@ def test_a_library_of_triton_that_cannot_be_loaded_is_one_line(tmp_path):
     out = run_in_process(code, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     line, alive = out.stdout.splitlines()
     assert line.startswith("The library of triton cannot be loaded: ") and alive == "alive"
+
+
+@needs_triton
+@needs_gl
+@needs_compiler
+def test_a_run_from_pixels_trains_with_a_compiled_update(tmp_path):
+    line = "--env-id Reacher2Dof-v0 --from-pixels --image-size 36 --num-envs 2 --num-steps 16 --num-minibatches 2"
+    line += " --update-epochs 1 --features 8 --total-timesteps 64 --compile"
+    out = run_script(ppo_pixel, line, tmp_path, PATH=os.environ["PATH"])
+    assert out.returncode == 0 and "Compiled the update in" in out.stdout, (
+        out.returncode,
+        out.stderr,
+    )
