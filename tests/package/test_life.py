@@ -157,6 +157,7 @@ def test_killed_at_any_moment_the_checkpoint_is_whole():
     assert steps == sorted(steps) and steps[-1] > 64, "every life went on from the last"
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("what", ["truncated", "foreign", "older", "missing", "code"])
 def test_a_bad_checkpoint_is_one_line_and_stays_as_it_is(monkeypatch, what, capfd):
     folder = train(total_timesteps=64)
