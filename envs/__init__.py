@@ -3,7 +3,14 @@
 Importing this package registers the bundled gymnasium envs.
 """
 
+import os
+
 import gymnasium as gym
+
+from envs.rendering import load_triton
+
+if os.environ.get("MUJOCO_GL"):  # newer versions of Mesa load their LLVM when MuJoCo is imported
+    load_triton()
 
 gym.register(
     "Reacher2Dof-v0", "envs.tasks.reacher:Reacher", kwargs={"joints": 2}, max_episode_steps=100

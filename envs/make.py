@@ -32,7 +32,7 @@ import numpy as np
 
 from envs import contract
 from envs.envpool_envs import EnvPoolEnvs
-from envs.rendering import use_tracking_camera, video_writer
+from envs.rendering import load_triton, use_tracking_camera, video_writer
 from envs.sync import RecordedEnvs, SyncEnvs
 from godot_vec_env import GodotVecEnv
 from onefile_rl.engines.scenes import GODOT_SCENES, SCENES, engine
@@ -190,6 +190,7 @@ ADAPT = "see docs/environments.md"
 
 def find(env_id):
     """Return gymnasium's spec of an env id, which is NAME or MODULE:NAME. An error suggests similar ids."""
+    load_triton()  # the env may render, as soon as its module is imported
     module, _, name = env_id.rpartition(":")
     for package, advice in NOT_GYMNASIUM.items():
         if (module or name).lower().startswith(package) and name not in gym.registry:

@@ -1,7 +1,11 @@
 """Rendering of MuJoCo envs: OpenGL without a display, settings that are fast without a GPU, the camera, and videos."""
 
+import ctypes
+import functools
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 NEEDS_GL = "needs OpenGL, on Debian and Ubuntu: apt-get install libegl1 libgl1"
 
@@ -11,9 +15,44 @@ def choose_gl():
 
     Call it before the first image, best before MuJoCo is imported.
     """
+    load_triton()
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+@functools.cache
+def load_triton():
+    """Load the library of triton, which torch's CUDA build brings along. Call it before anything may render.
+
+    torch imports triton when it compiles, and at the first step of an optimizer. Triton and Mesa's software renderer
+    each contain an LLVM, and loading triton's after Mesa's is a segmentation fault. The library alone, without the
+    package, takes 30 ms. If this process has rendered already, triton is hidden from torch, which needs it only on a
+    GPU.
+    """
+    spec = importlib.util.find_spec("triton") if sys.platform == "linux" else None
+    if spec is None or spec.submodule_search_locations is None:
+        return
+    libraries = [
+        path
+        for folder in spec.submodule_search_locations
+        for path in Path(folder, "_C").glob("libtriton*.so")
+    ]
+    loaded = Path("/proc/self/maps").read_text(errors="replace")
+    if "libtriton" in loaded or not libraries:
+        return
+    if "libLLVM" in loaded:
+        sys.modules["triton"] = None
+        print(
+            "This process rendered before triton was loaded: torch compiles without triton, for the CPU only. "
+            "Import envs and call envs.rendering.choose_gl() before the first image.",
+            flush=True,
+        )
+        return
+    try:
+        ctypes.CDLL(str(libraries[0]))
+    except OSError as error:  # torch would fail to import it too, and says so when it needs it
+        print(f"The library of triton cannot be loaded: {error}", flush=True)
 
 
 def disable_expensive_rendering(model):

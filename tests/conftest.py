@@ -1,7 +1,9 @@
 """What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's
 run, and SB3's beside it."""
 
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,14 +19,40 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()  # where this machine's secret is, for the tests
 sys.path.insert(0, str(ROOT))
 
+from envs.rendering import load_triton  # noqa: E402
 from onefile_rl import runs  # noqa: E402
+from onefile_rl.engines import process  # noqa: E402
 from onefile_rl.engines.unity import UnityMessageProto, Wire  # noqa: E402
 from unity_vec_env import UnityVecEnv  # noqa: E402
+
+# In the background of a shell and under nohup, signals are ignored, and every child process would inherit that.
+IGNORED_ELSEWHERE = {
+    "SIGINT": signal.default_int_handler,
+    "SIGQUIT": signal.SIG_DFL,
+    "SIGTERM": signal.SIG_DFL,
+    "SIGHUP": lambda *_: (
+        None
+    ),  # not inherited by programs; the tests themselves survive a hangup under nohup
+}
+for name, handler in IGNORED_ELSEWHERE.items():
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, name), handler)
+if hasattr(signal, "pthread_sigmask"):
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+# The same examples in every run, however slow the machine is
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
+
+load_triton()  # tests also render with gymnasium and MuJoCo directly
 
 there = sys.platform != "linux" or (find_library("EGL") and find_library("GL"))
 needs_gl = pytest.mark.skipif(
@@ -37,9 +65,20 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+# Below the ports that Linux gives to connections, and from another one on in every process
+PORTS = range(20_000, 32_000)
+ports = itertools.cycle(PORTS)
+ports = itertools.islice(ports, os.getpid() * 101 % len(PORTS), None)
+
+
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a port of this machine that is free, and that neither a connection nor another test will get."""
+    for port in ports:
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:  # another process has it
+            pass
 
 
 def agent(
@@ -113,7 +152,7 @@ class ScriptedPlayer:
     def call(self, wire, message):
         message.header.status = 200
         wire.send(message)
-        reply = wire.receive(10)
+        reply = wire.receive(60)
         if reply.header.status != 200:
             raise ConnectionError
         return reply.unity_input
@@ -124,7 +163,7 @@ def scripted():
     """Makes an env of a script; env and player are closed after the test."""
     opened = []
 
-    def make(script, max_agents=None, behavior=None, timeout=5, **kwargs):
+    def make(script, max_agents=None, behavior=None, timeout=60, **kwargs):
         player = ScriptedPlayer(script, **kwargs)
         envs = UnityVecEnv(
             "editor",
@@ -142,6 +181,22 @@ def scripted():
         player.thread.join(5)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """A game may take a minute to connect, also in an env with a short timeout: starting a process takes its time."""
+    accept = process.Process.accept
+
+    def accepted(self, make_wire):
+        timeout = self.timeout
+        self.timeout = 60
+        try:
+            accept(self, make_wire)
+        finally:
+            self.timeout = timeout
+
+    monkeypatch.setattr(process.Process, "accept", accepted)
+
+
 # Runs of a script
 
 
@@ -152,6 +207,14 @@ def signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Make the random numbers of a test independent of the tests before it."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
 
 
 @pytest.fixture
@@ -176,16 +239,17 @@ def call(script, monkeypatch, *line):
     script.main()
 
 
-def run_script(script, line, folder):
-    """As a user would, in a process of its own."""
+def run_script(script, line, folder, **more):
+    """As a user would, in a process of its own. `more` are variables of its environment."""
     command = [sys.executable, script.__file__, *line.split()]
     environment = {
         "PATH": "",
         "PYTHONPATH": str(ROOT / "tests"),
         "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
+        **more,
     }
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120
+        command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300
     )
 
 

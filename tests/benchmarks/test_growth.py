@@ -14,7 +14,7 @@ import growth
 
 def run(folder, *line):
     command = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), *map(str, line)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def test_agents_has_a_row_for_each_number_of_agents(tmp_path):

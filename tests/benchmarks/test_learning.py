@@ -26,7 +26,7 @@ def learning(folder, *line):
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     command = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), *map(str, line)]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

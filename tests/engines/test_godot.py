@@ -178,7 +178,7 @@ def test_the_sync_node_of_the_plugin_works(tmp_path):
     game = shutil.copytree(GAME, tmp_path / "game")
     shutil.copytree(Path(os.environ["GODOT_RL_PLUGIN"]) / "addons", game / "addons")
     subprocess.run(
-        [GODOT, "--headless", "--import", "--path", game], capture_output=True, timeout=100
+        [GODOT, "--headless", "--import", "--path", game], capture_output=True, timeout=300
     )
     first, ended = record(str(game), 1, player_args=["--sync=plugin"])
     assert first == record(str(game), 1, player_args=["--sync=plugin"])[0] and ended > 5
@@ -209,7 +209,7 @@ def test_a_game_that_hangs_is_ended_in_time(open_envs):
     start = time.monotonic()
     with pytest.raises(GodotGone, match="has not answered for 0.5 s"):
         envs.step(np.zeros((16, 2)))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert_ends([pid])
 
 
@@ -220,7 +220,7 @@ def test_a_game_ends_when_python_is_killed_and_leaves_no_files():
     code = "import os, signal\nfrom godot_vec_env import GodotVecEnv\nenvs = GodotVecEnv('GodotDiscs')\nenvs.reset()\n"
     code += "print(envs.players[0].process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert_ends([int(out.stdout)])
     assert sorted(GAME.iterdir()) == before
@@ -315,7 +315,7 @@ def test_gdscript_computes_the_actions_of_the_agent(what, tmp_path):
     scene = "rover" if "branches" in spec else "discs"
     command = [GODOT, "--headless", "--path", GAME, f"res://{scene}.tscn", "--agents=1"]
     command += [f"--policy={tmp_path / 'policy.json'}", f"--check={tmp_path / 'obs.json'}"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    out = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     did = [
         json.loads(line.removeprefix("act "))
         for line in out.splitlines()
@@ -359,7 +359,7 @@ def test_ppo_learns_the_discs_and_the_exported_policy_works_in_godot(tmp_path, m
         f"--policy={folder.resolve() / 'policy.json'}",
     ]
     out = subprocess.run(
-        [*command, "--episodes=48"], capture_output=True, text=True, timeout=60
+        [*command, "--episodes=48"], capture_output=True, text=True, timeout=300
     ).stdout
     line = next(line for line in out.splitlines() if "episodes, mean return" in line)
     assert float(line.split("mean return ")[1].split(",")[0]) > 1.6, line
@@ -389,6 +389,6 @@ assert sky[2] > sky[0] + 20 and sky[2] > 180, f"the sky is above, and blue: {sky
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert out.returncode == 0, out.stderr

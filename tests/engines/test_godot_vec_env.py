@@ -94,7 +94,7 @@ def play(tmp_path):
     def make(*launches, **kwargs):
         fake = Fake(tmp_path, *launches)
         opened.append((None, fake))
-        envs = GodotVecEnv(fake.path, **{"timeout": 5, **kwargs})
+        envs = GodotVecEnv(fake.path, **{"timeout": 60, **kwargs})
         opened.append((envs, fake))
         return envs, fake
 
@@ -418,7 +418,9 @@ def test_transitions_are_those_of_each_agent(tmp_path_factory, drawn):
     even = f'case "$*" in *env_seed=*[02468]\\ *) exec {fakes[0].path} "$@";; esac'
     both.write_text(f'#!/bin/sh\n{even}\nexec {fakes[-1].path} "$@"\n')
     both.chmod(0o755)
-    with closing(GodotVecEnv(str(both), num_players=len(games), timeout=5, max_restarts=3)) as envs:
+    with closing(
+        GodotVecEnv(str(both), num_players=len(games), timeout=60, max_restarts=3)
+    ) as envs:
         got = transitions_of_the_env(envs, length)
         assert envs.restarts == sum(
             any(isinstance(s, str) for s in one["steps"]) for game in games for one in game
@@ -441,16 +443,16 @@ LOST = {
     "crash": "ended with exit code 7: it hurts",
     "leave": "ended with exit code 0",
     "half": "ended with exit code 7",
-    "hang": "has not answered for 0.5 s: check that its scene has a Sync node",
-    "drip": "has not answered for 0.5 s",
-    "flood": "has not answered for 0.5 s",
+    "hang": "has not answered for 1 s: check that its scene has a Sync node",
+    "drip": "has not answered for 1 s",
+    "flood": "has not answered for 1 s",
     "endless": "its message is larger than 512 MiB",
     "no JSON": "its message is not JSON",
     "deep": "its message is not JSON",
     "no UTF-8": "its message is not JSON",
     "no object": "its message is not a JSON object",
     "another type": "sent a message of type 'call' instead of '.*'",
-    "script error": "has not answered for 0.5 s: SCRIPT ERROR: Invalid call. Nonexistent function 'get_obs'",
+    "script error": "has not answered for 1 s: SCRIPT ERROR: Invalid call. Nonexistent function 'get_obs'",
 }
 
 
@@ -459,28 +461,33 @@ def impatient(monkeypatch):
     monkeypatch.setattr(process, "GRACE", 0.3)
 
 
+def seconds_until_lost(fault, game):
+    """Return the timeout of an env: only a game that does not answer is lost by it."""
+    return 1 if "has not answered" in LOST[fault] or game.get("reset") == "hang" else 60
+
+
 @linux
 @pytest.mark.parametrize("fault", LOST)
 @pytest.mark.parametrize("when", ["info", "reset", "steps"])
-def test_a_lost_game_is_an_error_of_one_line(fault, when, play):
+def test_a_lost_game_is_an_error_of_one_line(fault, when, play, patient):
     game = launch() | ({"steps": [fault]} if when == "steps" else {when: fault})
     if fault in ("half", "drip") and when == "reset":
         game["reset"] = "hang"
     start = time.monotonic()
     with pytest.raises(GodotGone, match="game 0 .*") as caught:
-        envs, _ = play(game, timeout=0.5)
+        envs, _ = play(game, timeout=seconds_until_lost(fault, game))
         envs.reset()
         act(envs)
-    assert "\n" not in str(caught.value) and time.monotonic() - start < 4
+    assert "\n" not in str(caught.value) and time.monotonic() - start < 30
     if game.get("reset") != "hang":
         assert caught.match(LOST[fault])
 
 
 @linux
 @pytest.mark.parametrize("fault", ["crash", "hang", "half", "no JSON"])
-def test_a_lost_game_is_restarted(fault, play, capsys):
+def test_a_lost_game_is_restarted(fault, play, capsys, patient):
     bad, good = launch(step([3, 3], [4, 4], reward=[1, 1]), fault), launch(step([5, 5], [6, 6]))
-    envs, fake = play(bad, good, timeout=0.5, max_restarts=1, seed=3)
+    envs, fake = play(bad, good, timeout=seconds_until_lost(fault, bad), max_restarts=1, seed=3)
     envs.reset()
     act(envs)
     obs, rewards, terminated, truncated, infos = act(envs)
@@ -890,7 +897,7 @@ def test_a_project_is_run_by_godot(tmp_path, monkeypatch):
     project.mkdir()
     (project / "project.godot").write_text("")
     for path in (project, project / "project.godot"):
-        with closing(GodotVecEnv(str(path), timeout=5)) as envs:
+        with closing(GodotVecEnv(str(path), timeout=60)) as envs:
             envs.reset()
         words = [line["args"] for line in fake.received() if "launch" in line][-1]
         assert words[1:3] == ["--path", str(project)]
@@ -898,7 +905,7 @@ def test_a_project_is_run_by_godot(tmp_path, monkeypatch):
 
 @linux
 def test_a_game_may_start_late_but_not_after_the_timeout(play):
-    envs, _ = play(launch(late=1.0), timeout=4)
+    envs, _ = play(launch(late=1.0), timeout=60)
     assert envs.reset()[1]["ready"].all()
     start = time.monotonic()
     with pytest.raises(
@@ -906,14 +913,14 @@ def test_a_game_may_start_late_but_not_after_the_timeout(play):
         match="has not connected to port .* within 0.4 s: check that its scene has a Sync node",
     ):
         play(launch(never=True), timeout=0.4)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
 
 
 def test_waits_for_the_editor(tmp_path, capsys):
     port, fake = free_port(), Fake(tmp_path, launch(step([1, 1], [2, 2])))
     later = threading.Timer(0.3, subprocess.Popen, ([fake.path, f"--port={port}"],))
     later.start()
-    with closing(GodotVecEnv("editor", base_port=port, timeout=5)) as envs:
+    with closing(GodotVecEnv("editor", base_port=port, timeout=60)) as envs:
         envs.reset()
         assert act(envs)[0].tolist() == [[1, 1], [2, 2]]
     assert f"Waiting for Play in the Godot editor (port {port})" in capsys.readouterr().out
@@ -930,7 +937,7 @@ def test_other_processes_are_not_accepted_as_the_game(tmp_path):
     knocked = []
 
     def knock():
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not knocked:
             try:
                 with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -940,7 +947,7 @@ def test_other_processes_are_not_accepted_as_the_game(tmp_path):
 
     thread = threading.Thread(target=knock)
     thread.start()
-    with closing(GodotVecEnv(fake.path, base_port=port, timeout=5)) as envs:
+    with closing(GodotVecEnv(fake.path, base_port=port, timeout=60)) as envs:
         envs.reset()
     thread.join()
     assert knocked == [b""], "closed without an answer"
@@ -981,7 +988,7 @@ def test_games_end_with_their_client(how, tmp_path):
     code = "import os, signal\nfrom godot_vec_env import GodotVecEnv\n"
     code += f"envs = GodotVecEnv({fake.path!r}, num_players=2)\n"
     code += f"{how}\n" + "import time\ntime.sleep(0.5)\n" * (how == "del envs")
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=300)
     assert len(fake.pids()) == 2
     assert_ends(fake.pids())
 
@@ -1110,7 +1117,7 @@ def test_statistics_are_in_tensorboard_under_godot(tmp_path, monkeypatch):
 def test_demo_prints_errors_in_one_line(tmp_path):
     command = [sys.executable, "godot_vec_env.py", "--path"]
     out = subprocess.run(
-        [*command, "nowhere"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [*command, "nowhere"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert (
         out.returncode == 1
@@ -1119,7 +1126,11 @@ def test_demo_prints_errors_in_one_line(tmp_path):
     )
     fake = Fake(tmp_path, endless())
     out = subprocess.run(
-        [*command, fake.path, "--steps", "20"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [*command, fake.path, "--steps", "20"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert "shared_policy: 2 agents" in out.stdout and "40 decisions in" in out.stdout, out.stderr
 

@@ -125,7 +125,7 @@ def test_transitions_are_those_of_each_agent(drawn):
     script, places, resets = drawn
     player = ScriptedPlayer(script)
     envs = UnityVecEnv(
-        "editor", base_port=player.port, max_agents=places, timeout=5
+        "editor", base_port=player.port, max_agents=places, timeout=60
     )  # no spare slots
     try:
         got = transitions_of_the_env(

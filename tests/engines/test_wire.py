@@ -63,7 +63,7 @@ def test_server_answers_a_grpc_client():
             call = channel.unary_unary(
                 EXCHANGE, UnityMessageProto.SerializeToString, UnityMessageProto.FromString
             )
-            received.extend(call(message(size), wait_for_ready=True, timeout=20) for size in SIZES)
+            received.extend(call(message(size), wait_for_ready=True, timeout=60) for size in SIZES)
 
     thread = threading.Thread(target=client)
     thread.start()
@@ -133,7 +133,7 @@ def test_sends_no_more_than_the_peer_allows(scarce, plenty):
     """The peer allows 65,535 bytes, for the connection (0) or for this call (1), then more in small steps."""
     listener = socket.create_server(("127.0.0.1", 0))
     peer = socket.create_connection(listener.getsockname())
-    peer.settimeout(5)
+    peer.settimeout(60)
     peer.sendall(
         PREFACE
         + frame(SETTINGS, 0, 0)

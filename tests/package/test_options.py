@@ -88,6 +88,7 @@ def names_of(script):
     return [field.name for field in fields(script.Args) if field.name not in common | {"compile"}]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of an enormous logstd_init
 @pytest.mark.parametrize(
     ("script", "name"),
     [(script, name) for script in SMALL for name in names_of(script)],

@@ -456,7 +456,7 @@ LINE = "--env-id parity_env:Parity-v0 --num-steps 256 --num-minibatches 4 --upda
 LINE = [*LINE.split(), "--total-timesteps", 10**7, "--checkpoint-interval", 10**6]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end
@@ -464,11 +464,13 @@ def wait_for(condition, seconds=60):
     return found
 
 
-def until_it_learns(process):
-    """Return the run's folder after a few iterations, before the first checkpoint."""
-    (folder,) = wait_for(lambda: list(Path("runs").glob("*")))
-    wait_for(lambda: (events := list(folder.glob("events*"))) and events[0].stat().st_size > 500)
-    time.sleep(2)
+def until_it_learns(process, least=512):
+    """Return the run's folder after a few iterations, of at least so many steps, before the first checkpoint."""
+    for line in process.stdout:
+        steps = re.match(r"\s*([\d,]+) steps ", line)
+        if steps and int(steps[1].replace(",", "")) >= least:
+            break
+    (folder,) = Path("runs").glob("*")
     assert process.poll() is None and not (folder / "checkpoint.pt").exists()
     return folder
 
@@ -483,7 +485,7 @@ def test_every_signal_saves_a_checkpoint(ways):
         for way in ways:
             process.send_signal(getattr(signal, way))
             time.sleep(0.02)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=300)
     assert load(folder)["global_step"] >= 256 and load(folder)["global_step"] % 256 == 0
     assert (
         "Finishing the iteration and saving a checkpoint; press Ctrl-C again to stop at once" in out
@@ -492,9 +494,8 @@ def test_every_signal_saves_a_checkpoint(ways):
         f"Resume with: python ppo_continuous_multiagent.py --resume {folder}" in out
         and "Traceback" not in err
     )
-    assert process.returncode in ((0,) if len(ways) == 1 else (0, 130)), (
-        "0 if the iteration ended before the signal"
-    )
+    # 0 if the iteration ended before the second signal
+    assert process.returncode in ((0,) if len(ways) == 1 else (0, 130)), (process.returncode, err)
 
 
 def test_more_signals_do_not_interrupt_the_last_checkpoint(monkeypatch):
@@ -543,7 +544,11 @@ def test_a_signal_while_the_interpreter_exits_changes_nothing(way):
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     out = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (out.returncode, out.stderr) == (0, "") and "Saved runs/" in out.stdout
 
@@ -555,7 +560,7 @@ def test_nohup_is_respected():
         time.sleep(1)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
 
 
 def test_a_closed_stdout_saves_a_checkpoint():
@@ -563,7 +568,7 @@ def test_a_closed_stdout_saves_a_checkpoint():
     with start(*LINE) as process:
         folder = until_it_learns(process)
         process.stdout.close()
-        assert process.wait(30) == 1
+        assert process.wait(300) == 1
         assert "Traceback" not in process.stderr.read()
     assert load(folder)["global_step"] >= 256
 
@@ -634,10 +639,10 @@ def test_a_killed_worker_saves_a_checkpoint():
     for _ in range(3):
         shutil.rmtree("runs", ignore_errors=True)
         with start(*line.split(), script="ppo_pixel.py") as process:
-            folder = until_it_learns(process)
+            folder = until_it_learns(process, 256)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(children[-1]), signal.SIGKILL)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=300)
         assert (
             process.returncode == 1 and "ended with exit code -9" in err and "Traceback" not in err
         )
@@ -691,7 +696,7 @@ def test_processes_that_start_together_use_the_same_secret(monkeypatch, tmp_path
     children = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    assert len({child.communicate(timeout=60)[0] for child in children}) == 1
+    assert len({child.communicate(timeout=300)[0] for child in children}) == 1
 
 
 def test_temporary_files_of_a_killed_process_are_removed(monkeypatch):
