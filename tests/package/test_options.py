@@ -21,7 +21,7 @@ import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
 import ppo_pixel as pixel
 import sac_continuous as sac
-from onefile_rl import arguments, fast, runs
+from onefile_rl import arguments, fast, runs, trust
 from onefile_rl.arguments import from_plain, to_plain
 
 VECTORS = "--env-id parity_env:Parity-v0 --hidden-sizes 4"
@@ -155,7 +155,7 @@ def set_saved(folder, **args):
     path = folder / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     state["args"] |= args
-    torch.save(state, path)
+    torch.save(state | {"seal": trust.seal(state)}, path)
 
 
 def test_fast_is_the_default_and_no_fast_turns_it_off(monkeypatch):
