@@ -195,8 +195,7 @@ class Args:
 
     # Using a run
     resume: str | None = None
-    """continue the run in this folder, runs/NAME; a larger --total-timesteps extends it; an older checkpoint or one
-    outside of a run's folder, such as runs/NAME/best.pt, is continued in a new folder"""
+    """continue this run, runs/NAME, up to a larger --total-timesteps; an older .pt file continues in a new folder"""
     evaluate: str | None = None
     """evaluate the deterministic policy of this run or checkpoint, runs/NAME or runs/NAME/best.pt, without training"""
     eval_episodes: int = 20

@@ -1096,8 +1096,8 @@ class Run:
                 fix = "train again" if self.checkpoint_step is None else f"resume with {resume}"
                 return f"{self.failure()}; free some space and {fix}"
             how = f"waiting {left:.0f} s for room on the disk, press Ctrl-C to give up"
-            self.report("end", f"{self.failure()}; {how}", interval=10)
             signals.handle(lambda number, _: gave_up.append(number))
+            self.report("end", f"{self.failure()}; {how}", interval=10)
             next_try = time.monotonic() + min(1, left)
             while time.monotonic() < next_try and not gave_up:
                 time.sleep(0.05)
