@@ -17,8 +17,23 @@ def choose_gl():
     """
     load_triton()
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
+        # Processes that this one starts inherit the choice. Without EGL, importing mujoco with "egl" fails.
+        os.environ.setdefault("MUJOCO_GL", "egl" if has_egl() else "disabled")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+@functools.cache
+def has_egl():
+    """Return whether EGL and OpenGL are installed."""
+    return can_load("libEGL.so.1") and (can_load("libOpenGL.so.0") or can_load("libGL.so.1"))
+
+
+def can_load(library):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

@@ -189,3 +189,35 @@ def test_a_run_from_pixels_trains_with_a_compiled_update(tmp_path):
         out.returncode,
         out.stderr,
     )
+
+
+NO_EGL = """
+import ctypes
+load = ctypes.CDLL.__init__
+def init(self, name, *args, **kwargs):
+    if "EGL" in str(name):
+        raise OSError("no such library")
+    load(self, name, *args, **kwargs)
+ctypes.CDLL.__init__ = init
+from envs.rendering import choose_gl
+choose_gl()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux MuJoCo renders with EGL")
+def test_without_egl_other_processes_still_import_mujoco(tmp_path):
+    """They inherit the environment of a process that was about to render."""
+    code = NO_EGL + "import subprocess, sys\n"
+    code += f"sys.exit(subprocess.call([sys.executable, '-c', {NO_EGL + 'import mujoco'!r}]))"
+    out = run_in_process(code, tmp_path)
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux MuJoCo renders with EGL")
+def test_without_egl_pixels_are_refused_in_one_line(tmp_path):
+    code = NO_EGL + "from envs.pixels import PixelEnvs\n"
+    code += "try:\n    PixelEnvs('HalfCheetah-v5', 1, from_pixels=True)\n"
+    code += "except ValueError as error:\n    print(error)"
+    out = run_in_process(code, tmp_path)
+    assert out.stdout.startswith("--from-pixels needs OpenGL"), (out.stdout, out.stderr)
+    assert len(out.stdout.splitlines()) == 1
