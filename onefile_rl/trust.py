@@ -21,7 +21,15 @@ import torch
 
 from onefile_rl.engines.printing import printable
 
-RISKY = ("unity_path", "godot_path", "player_args", "env_kwargs", "env_id", "track")
+RISKY = (
+    "unity_path",
+    "godot_path",
+    "player_args",
+    "env_kwargs",
+    "reset_options",
+    "env_id",
+    "track",
+)
 
 
 def secret():
@@ -127,16 +135,16 @@ def risks(state):
     args = state["args"]
     effects = {}
     for name in RISKY:
-        value = args[name]
+        value = args.get(name)
         if name == "env_id":
-            module = value.rpartition(":")[0]
+            module = str(value).rpartition(":")[0]
             if module:
                 effects[name] = f"import {printable(module)}"
         elif not value:
             continue
         elif name == "player_args":
             effects[name] = f"pass {printable(value)} to a player"
-        elif name == "env_kwargs":
+        elif name in ("env_kwargs", "reset_options"):
             effects[name] = f"pass {printable(value)} to the env"
         elif name == "track":
             effects[name] = "log to the network"
