@@ -211,7 +211,7 @@ def test_the_first_ctrl_c_ends_a_wait_and_saves_a_checkpoint(line, tmp_path):
         started = time.monotonic()
         run.send_signal(signal.SIGINT)
         out = run.communicate(timeout=LIMIT)[0]
-        assert time.monotonic() - started < 15  # a second, and the time to end on a busy machine
+        assert time.monotonic() - started < 40  # a second, and the time to end on a busy machine
         assert re.search(r"Stopped after \d+ decisions. Resume with", out), out
         assert "Traceback" not in out and run.returncode == 130
         assert list(tmp_path.glob("runs/*/checkpoint.pt"))
