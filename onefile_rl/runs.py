@@ -63,6 +63,7 @@ from onefile_rl.checkpoints import (
     set_attributes,
     set_random_state,
 )
+from onefile_rl.engines import waits
 from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
@@ -188,7 +189,7 @@ class Run:
     def stop_after_iteration(self, number, _):
         self.stop.append(number)
         if distributed.SIZE == 1:  # the other ranks would wait for a rank that does not finish
-            signals.note_stop()
+            waits.note_stop()
         signals.handle(self.stop_at_once)
         with contextlib.suppress(OSError):  # not print(), which may have been interrupted
             os.write(
@@ -203,7 +204,7 @@ class Run:
     def __exit__(self, kind, error, _):
         signals.handle(lambda *_: None)  # what follows takes moments and must not be interrupted
         ended.append(True)
-        signals.stop_times.clear()
+        waits.stop_times.clear()
         self.frame = None
         gc.unfreeze()
         with contextlib.ExitStack() as stack:  # if one of these fails, the others still run
