@@ -38,9 +38,10 @@ import numpy as np
 import torch
 
 from envs.pixels import shared_file
-from onefile_rl import distributed, signals
+from onefile_rl import distributed
 from onefile_rl.arguments import from_plain, to_plain
 from onefile_rl.checkpoints import plain, save
+from onefile_rl.engines import waits
 from onefile_rl.engines.process import SLICE, Lines, PlayerGone, kill_tree
 from onefile_rl.engines.scenes import EngineError, derive_seed
 
@@ -190,7 +191,7 @@ class ActorProcesses:
                     self.restart(number)
             self.restart_hanging()
             if not received:
-                signals.check_stop(started)
+                waits.check_stop(started)
         return received
 
     def restart_hanging(self):

@@ -71,6 +71,7 @@ from onefile_rl.checkpoints import (
     set_random_state,
     using,
 )
+from onefile_rl.engines import waits
 from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.errors import is_message
@@ -226,7 +227,7 @@ class Run:
     def stop_after_iteration(self, number, _):
         self.stop.append(number)
         if distributed.SIZE == 1:  # the other ranks would wait for a rank that does not finish
-            signals.note_stop()
+            waits.note_stop()
         signals.handle(self.stop_at_once)
         with contextlib.suppress(OSError):  # not print(), which may have been interrupted
             os.write(
@@ -246,7 +247,7 @@ class Run:
     def __exit__(self, kind, error, _):
         signals.handle(lambda *_: None)  # what follows must not be interrupted
         ended.append(True)
-        signals.stop_times.clear()
+        waits.stop_times.clear()
         self.frame = None
         gc.unfreeze()
         problem = None

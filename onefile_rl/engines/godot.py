@@ -57,6 +57,8 @@ def find_errors(lines):
     for i, line in enumerate(lines):
         if not line.startswith(("ERROR:", "SCRIPT ERROR:", "USER ERROR:", "Error:")):
             continue
+        if line.startswith("Error: Can't open display"):  # Godot failed to show another error
+            continue
         error = line.strip()
         place = lines[i + 1].strip() if i + 1 < len(lines) else ""
         if place.startswith("at: ") and "res://" in place:

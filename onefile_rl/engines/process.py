@@ -23,7 +23,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None
 
-from onefile_rl import signals
+from onefile_rl.engines import waits
 from onefile_rl.engines.scenes import EngineError
 
 GRACE = 5  # seconds that a game has to exit after the message that tells it to
@@ -127,7 +127,7 @@ class Stream:
                 except TimeoutError:
                     if left < SLICE:
                         raise
-                    signals.check_stop(started)
+                    waits.check_stop(started)
                     if self.during_wait:
                         self.during_wait()
         except (TimeoutError, KeyboardInterrupt):
@@ -174,7 +174,7 @@ class Lines:
             elif time.monotonic() > started + timeout:
                 raise TimeoutError("timed out")
             else:
-                signals.check_stop(started)
+                waits.check_stop(started)
         return line
 
 
@@ -191,7 +191,7 @@ def write_line(pipe, line, timeout):
         elif time.monotonic() > started + timeout:
             raise TimeoutError("timed out")
         else:
-            signals.check_stop(started)
+            waits.check_stop(started)
 
 
 def find_build(path, error):
@@ -494,7 +494,7 @@ class Process:
             try:
                 sock = self.listener.accept()[0]
             except TimeoutError:
-                signals.check_stop(started)
+                waits.check_stop(started)
                 self.check_log()
                 if time.monotonic() > started + NOTICE_SECONDS:
                     self.explain_wait()

@@ -29,7 +29,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from onefile_rl import signals
+from onefile_rl.engines import waits
 from onefile_rl.engines.limits import LARGEST, describe, find_invalid
 from onefile_rl.engines.process import (
     LOG_INTERVAL,
@@ -363,7 +363,7 @@ class EngineVecEnv(VectorEnv):
     def _check_stop(self, started):
         """End the wait for the players that began at `started` if the run was asked to stop."""
         try:
-            signals.check_stop(started)
+            waits.check_stop(started)
         except KeyboardInterrupt:
             for player in self._waiting.values():  # do not wait for them when they are closed
                 player.wire.gave_up = True

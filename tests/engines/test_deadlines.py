@@ -17,7 +17,8 @@ import lbc_discrete as lbc
 import ppo_continuous_multiagent as ppo
 from envs.pixel_workers import WorkerHangs
 from envs.pixels import PixelEnvs
-from onefile_rl import actor_processes, evaluate, signals
+from onefile_rl import actor_processes, evaluate
+from onefile_rl.engines import waits
 from onefile_rl.engines.process import Lines, write_line
 from unity_vec_env import UnityVecEnv
 
@@ -165,15 +166,15 @@ def test_a_stopped_actor_is_started_again(tmp_path, monkeypatch, capsys):
 
 
 def test_only_a_wait_that_lasts_is_ended_by_a_stop(monkeypatch):
-    monkeypatch.setattr(signals, "stop_times", [])
+    monkeypatch.setattr(waits, "stop_times", [])
     now = time.monotonic()
-    signals.check_stop(now - 100)
-    signals.note_stop()
-    signals.check_stop(now - 100)  # the stop has just been requested
-    signals.stop_times[0] -= 100
-    signals.check_stop(time.monotonic())  # the wait has just begun
+    waits.check_stop(now - 100)
+    waits.note_stop()
+    waits.check_stop(now - 100)  # the stop has just been requested
+    waits.stop_times[0] -= 100
+    waits.check_stop(time.monotonic())  # the wait has just begun
     with pytest.raises(KeyboardInterrupt):
-        signals.check_stop(now - 100)
+        waits.check_stop(now - 100)
 
 
 def stop_all(pid):
@@ -211,7 +212,7 @@ def test_the_first_ctrl_c_ends_a_wait_and_saves_a_checkpoint(line, tmp_path):
         started = time.monotonic()
         run.send_signal(signal.SIGINT)
         out = run.communicate(timeout=LIMIT)[0]
-        assert time.monotonic() - started < 15  # a second, and the time to end on a busy machine
+        assert time.monotonic() - started < 40  # a second, and the time to end on a busy machine
         assert re.search(r"Stopped after \d+ decisions. Resume with", out), out
         assert "Traceback" not in out and run.returncode == 130
         assert list(tmp_path.glob("runs/*/checkpoint.pt"))

@@ -581,7 +581,7 @@ SCRIPT = """SCRIPT ERROR: Invalid call. Nonexistent function 'go' in base 'Nil'.
     [
         (MISSING, "exit code 3: ERROR: Cannot open file 'res://main.tscn'.$"),
         (SHARP, "exit code 3: ERROR: No loader .* a C# script needs the .NET edition of Godot$"),
-        ("Error: Can't run project.\nError: Can't open display: ", "exit code 3: Error: Can't run"),
+        ("Error: Can't open display: \nError: Can't run project.", "exit code 3: Error: Can't run"),
     ],
 )
 def test_the_first_error_of_a_game_that_does_not_start_is_quoted(prints, match, play):
