@@ -391,6 +391,7 @@ def test_changed_arguments_and_found_modules_work_under_torchrun():
 # What a student found
 
 
+@needs_compiler
 def test_a_buffer_of_another_dtype_is_noticed_by_a_compiled_update(capsys, monkeypatch):
     made = "        self.bounds = runs.Bounds(spec)\n"
     changes = [
