@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -442,13 +443,17 @@ def test_hung_player_times_out(num_players):
 
 
 def listening():
-    """Return the local addresses of all TCP sockets of this machine in state 0A (LISTEN)."""
+    """Return the local addresses of this process's TCP sockets in state 0A (LISTEN)."""
+    own = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            own.add(os.readlink(file))
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in open(f"/proc/net/{name}").readlines()[1:]
     ]
-    return {row[1] for row in rows if row[3] == "0A"}
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")

@@ -662,12 +662,9 @@ def test_a_killed_worker_ends_the_run(tmp_path):
 
 def test_workers_are_gone_afterwards():
     with closing(PixelEnvs("DummyPixels-v0", 2, 2)) as envs:
-        processes, before = (
-            [worker.process for worker in envs.workers],
-            set(Path("/dev/shm").glob("tmp*")),
-        )
+        processes = [worker.process for worker in envs.workers]
         assert all(process.poll() is None for process in processes)
-    assert all(process.poll() == 0 for process in processes) and not before, "no file is left"
+    assert all(process.poll() == 0 for process in processes)
 
 
 @needs_gl
