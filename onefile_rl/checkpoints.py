@@ -411,19 +411,22 @@ def read(path):
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-        # torch does not compress, so what is larger than the file was made to fill the memory
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError(incomplete)
-        if sum(entry.file_size for entry in entries) > size:
-            raise ValueError(incomplete)
-        if size > free_memory():
-            raise ValueError(f"{path} does not fit into the free memory: it has {size:,} bytes")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        fits = is_bounded(state, size)
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such checkpoint") from None
-    except ValueError:
-        raise
+    except Exception:
+        raise ValueError(incomplete) from None
+
+    # torch does not compress, so what is larger than the file was made to fill the memory
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError(incomplete)
+    if sum(entry.file_size for entry in entries) > size:
+        raise ValueError(incomplete)
+    if size > free_memory():
+        raise ValueError(f"{path} does not fit into the free memory: it has {size:,} bytes")
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        fits = is_bounded(state, size)
     except Exception:
         raise ValueError(incomplete) from None
     if not fits:

@@ -217,7 +217,8 @@ def test_actors_keep_their_weights_on_a_full_disk(small_disk, capsys):
     """The learner continues, reports it once, and the next state replaces the file when there is room."""
     space = gym.spaces.Box(-1, 1, (1,))
     envs = SimpleNamespace(num_envs=1, single_observation_space=space, single_action_space=space)
-    actors = actor_processes.ActorProcesses(SimpleNamespace(num_actors=1), 1, "x.py", envs)
+    args = SimpleNamespace(num_actors=1, timeout_wait=60)
+    actors = actor_processes.ActorProcesses(args, 1, "x.py", envs)
     actors.folder = small_disk
     actors.processes = {0: None}
     weights = lambda: torch.load(small_disk / actor_processes.WEIGHTS)["x"][0]

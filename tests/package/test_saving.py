@@ -291,7 +291,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_its_buffer(monkeypat
     torch.save(state, folder / "checkpoint.pt")
     buffer = torch.load(folder / "buffer_100.pt", weights_only=True)["state"]
     torch.save(buffer, folder / "buffer_100.pt")
-    conftest.call(sac, monkeypatch, "--resume", folder, "--total-timesteps", 200)
+    conftest.call(sac, monkeypatch, "--resume", folder, "--trust", "--total-timesteps", 200)
     assert "starts empty" not in capsys.readouterr().out
     assert [path.name for path in folder.glob("buffer*")] == ["buffer_200.pt"]
 
@@ -392,10 +392,15 @@ def test_a_checkpoint_names_no_files_of_other_folders(monkeypatch, capsys):
         path.write_bytes(b"mine")
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     state["files"] |= dict.fromkeys(names, 1)
-    state["large"] = {"buffer": "../../buffer_1.pt"}
-    torch.save(state, folder / "checkpoint.pt")
-    conftest.call(sac, monkeypatch, "--resume", folder, "--total-timesteps", 200)
-    assert all(path.read_bytes() == b"mine" for path in others)
+    line = ["--resume", folder, "--trust", "--total-timesteps", 200]
+    for file in ("../../buffer_1.pt", "mine_1.pt"):
+        torch.save(state | {"large": {"buffer": file}}, folder / "checkpoint.pt")
+        if file.startswith(".."):
+            with pytest.raises(SystemExit, match="which is not a file of its folder"):
+                conftest.call(sac, monkeypatch, *line)
+        else:
+            conftest.call(sac, monkeypatch, *line)
+        assert all(path.read_bytes() == b"mine" for path in others)
     assert "checkpoint.pt has no buffer: it starts empty" in capsys.readouterr().out
 
 

@@ -350,7 +350,7 @@ SQUASHED = [
         "        return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()\n",
     ),
     (
-        "        return action, action.clamp(self.bounds.low, self.bounds.high)\n",
+        "        return action, action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (10)\n",
         "        return action, torch.tanh(action)\n",
     ),
 ]
