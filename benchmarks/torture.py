@@ -5,17 +5,18 @@
     python benchmarks/torture.py --minutes 5 --out torture               keep the runs and their output
 
 Small runs of the scripts are interrupted one after another: signals, kill -9 of the trainer, of a
-player, a worker or a rank of torchrun, a closed pipe, a full disk, also at the end of a run, two
-processes for one run. Runs that end are resumed. In parallel, one trainer, the "veteran", runs from
-the first minute to the last through all incidents that a trainer must survive; the growth of memory
-and of open files is measured there. With the same seed the incidents are the same, in the same order;
-their number depends on the time.
+player, a worker, an actor or a rank of torchrun, stopped processes, a closed pipe, a full disk, also
+at the end of a run, two processes for one run, damaged messages of a player. Runs that end are
+resumed. In parallel, one trainer, the "veteran", runs from the first minute to the last through all
+incidents that a trainer must survive; the growth of memory and of open files is measured there. With
+the same seed the incidents are the same, in the same order; their number depends on the time.
 
 After each incident the checkpoint must load, be finite, and have at least as many decisions as any
 checkpoint before. After an orderly end it must be that of the last logged iteration. After kill -9
 it may be older by the checkpoint interval and by unfinished iterations. A run that ends on a full
 disk must report how many decisions the checkpoint has. A resumed run must continue from exactly
-there, and each of two torchrun jobs its own run. No process, port, shared memory or temporary file
+there, and each of two torchrun jobs its own run. A run with damaged messages must restart the player
+or end with one line. No process, port, shared memory or temporary file
 may be left over. Processes are recognized by an environment variable that their children inherit; no
 other process is touched.
 
@@ -26,6 +27,7 @@ are tmpfs in a private mount namespace; otherwise "full disk" is skipped.
 import argparse
 import ctypes
 import itertools
+import json
 import os
 import random
 import re
@@ -43,6 +45,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
+import mutations
 import torch
 from tensorboard.compat.proto.event_pb2 import Event
 
@@ -69,7 +72,13 @@ RUNS = {
         "ppo_pixel.py",
         64,
         "--env-id DummyPixels-v0 --num-workers 2 --num-envs 4 --num-steps 16 --num-minibatches 2 "
-        "--update-epochs 1 --features 64",
+        "--update-epochs 1 --features 64 --timeout-wait 10",
+    ),
+    "actors": (
+        "lbc_discrete.py",
+        320,
+        "--env-id CartPole-v1 --num-actors 2 --num-envs 8 --replay-size 50 --hidden-sizes 16 "
+        "--eval-interval 0 --timeout-wait 5",
     ),
     "sac": (
         "sac_continuous.py",
@@ -82,6 +91,8 @@ RUNS = {
         256,
         "--env-id Reacher2Dof-v0 --num-envs 1 --num-steps 128 --num-minibatches 4",
     ),
+    "unity messages": (PPO, 0, ""),  # see mutations.py
+    "godot messages": (PPO, 0, ""),
     "veteran": (PPO, 768, BALL),
 }
 # The command of docs/cluster.md, with which nothing listens for other machines
@@ -99,14 +110,24 @@ ENDED = [
     "resumed while it ends",
 ]
 # Incidents after which no trainer is left. "resumed while it ends" may leave the resumed one
-NO_TRAINER = [*ENDED[:-1], "worker killed", "player stopped, SIGINT twice"]
+NO_TRAINER = [*ENDED[:-1], "worker killed", "worker stopped", "player stopped, SIGINT twice"]
 FULL_AT_END = ["full disk at the end", "full disk, room at the end"]
 ALL_RUNS = [*ENDED, *SURVIVED, *FULL_AT_END]
 INCIDENTS = dict.fromkeys(RUNS, ALL_RUNS)
 INCIDENTS["unity"] = [*ALL_RUNS, "player killed", "player stopped, SIGINT twice"]
-INCIDENTS["pixel"] = [*ALL_RUNS, "worker killed"]
+INCIDENTS["pixel"] = [*ALL_RUNS, "worker killed", "worker stopped"]
+INCIDENTS["actors"] = [*ALL_RUNS, "actor killed", "actor stopped"]
 INCIDENTS["torchrun"] = ["rank killed", "ranks of two jobs killed"]
+INCIDENTS["unity messages"] = INCIDENTS["godot messages"] = mutations.KINDS
 INCIDENTS["veteran"] = [*SURVIVED, "player killed", "player killed", "player stopped"]
+
+
+# The processes that a trainer starts, and its message about one that is stopped
+CHILDREN = {
+    "player": ("envs/unity_scenes/player.py", "has not answered for"),
+    "worker": ("envs/pixel_workers.py", "has not answered for"),
+    "actor": ("onefile_rl/actor_processes.py", "has sent nothing for"),
+}
 
 
 class Stopped(Exception):
@@ -456,14 +477,18 @@ class Run:
                 if not (self.folder / file).exists():
                     self.report_lost(f"{file}, a part of the checkpoint")
 
+    def begin(self, incident):
+        """Begin an incident."""
+        self.incident = incident
+        self.num_lost = 0
+        self.num_left = 0
+
     def suffer(self, incident, when, how):
         """Let the run go through one incident.
 
         when, how: random numbers from 0 to 1 that determine its time and its details
         """
-        self.incident = incident
-        self.num_lost = 0
-        self.num_left = 0
+        self.begin(incident)
         if incident.startswith("full disk") and not self.mounted:
             self.report.tell(self, "skipped: only root can mount a small disk", skipped=True)
             self.sleep(1)
@@ -493,6 +518,8 @@ class Run:
         if self.trainer and incident in NO_TRAINER:
             killed = incident == "kill -9"
             self.expect_end(self.interval + 2 * self.batch if killed else 0)
+            if incident.startswith(tuple(CHILDREN)) and "Traceback" in trainer.output:
+                self.report_lost("the trainer ended with a traceback")
         elif self.trainer:
             # More than one interval: a checkpoint may have been under way
             self.expect_progress(self.interval)
@@ -500,7 +527,7 @@ class Run:
 
     def strike(self, trainer, incident, how, twin):
         """Cause the incident."""
-        if incident.startswith(("player", "worker")):
+        if incident.startswith(tuple(CHILDREN)):
             self.strike_child(trainer, incident, how)
         if incident == "kill -9":
             kill([trainer.pid])
@@ -523,17 +550,18 @@ class Run:
             self.end_on_full_disk(trainer, incident == "full disk at the end", how)
 
     def strike_child(self, trainer, incident, how):
-        """Kill or stop a player or a worker."""
-        is_player = incident.startswith("player")
-        script = "envs/unity_scenes/player.py" if is_player else "envs/pixel_workers.py"
+        """Kill or stop a player, a worker or an actor. A stopped one must be noticed."""
+        what = incident.split()[0]
+        script, message = CHILDREN[what]
         children = []
         self.wait(lambda: children.extend(sorted(marked(trainer.mark, script))) or children)
-        message = "has not answered"
         num_messages = trainer.output.count(message)
         number = signal.SIGSTOP if "stopped" in incident else signal.SIGKILL
         os.kill(children[int(how * len(children))], number)
-        if incident == "player stopped":
-            self.wait(lambda: trainer.output.count(message) > num_messages)
+        if incident.endswith("stopped"):
+            noticed = lambda: not trainer.is_alive() or trainer.output.count(message) > num_messages
+            if not self.wait(noticed) or message not in trainer.output:
+                self.report_lost(f"a stopped {what} was not reported within {TIMEOUT} s")
 
     def resume_while_it_ends(self, trainer, how):
         """Start a second trainer, then end the first one. The second one is refused, or resumes
@@ -619,14 +647,12 @@ class Jobs(Run):
     def suffer(self, incident, when, how):
         """Kill a rank of one job, or of both. Each job must restart its ranks and resume its own
         run from its last checkpoint."""
-        self.incident = incident
-        self.num_lost = 0
-        self.num_left = 0
+        self.begin(incident)
         disk = self.disk / f"jobs{len(list(self.disk.iterdir()))}"
         disk.mkdir()
         jobs = [Job(self, disk, number) for number in (1, 2)]
         for job in jobs:
-            job.begin()
+            job.start()
         for job in jobs:
             job.expect_progress()
         jobs[0].sleep(3 * when)
@@ -674,7 +700,7 @@ class Job(Run):
     def command(self):
         return [*TORCHRUN, "--log-dir=logs", self.script, *self.settings]
 
-    def begin(self):
+    def start(self):
         """Start the job, and wait for its folder: the folder's name has the time in seconds."""
         self.trainer = Trainer(self)
         self.wait(lambda: not self.trainer.is_alive() or self.starts(), 2 * TIMEOUT)
@@ -720,6 +746,66 @@ class Job(Run):
             self.report_lost(f"the job of {first} was restarted with {others or 'no run'}")
 
 
+class Messages(Run):
+    """Runs whose player sends damaged messages, see mutations.py."""
+
+    def __init__(self, name, report, args):
+        super().__init__(name, report, args)
+        self.num_runs = args.damaged_runs
+
+    def command(self):
+        engine, _, _ = self.name.partition(" ")
+        program = [sys.executable, mutations.__file__, "train", engine, self.incident]
+        return [*program, self.seed, self.num_runs, self.batch_folder, self.script]
+
+    def find_folder(self):
+        return None  # there are many, and check_run() checks them
+
+    def suffer(self, incident, when, how):
+        """Train several times with one kind of damage. Each run ends as planned or with one line."""
+        self.begin(incident)
+        self.seed = int(1e6 * how)
+        self.batch_folder = self.disk / f"{incident} {self.seed}".replace(" ", "_")
+        trainer = self.trainer = Trainer(self)
+        self.wait(lambda: not trainer.is_alive(), mutations.RUN_SECONDS * self.num_runs)
+        self.expect_end()
+
+        # Check the runs, and remove them if nothing is wrong: the disk is small
+        ended = [json.loads(line) for line in trainer.output.splitlines() if line.startswith("{")]
+        if len(ended) < self.num_runs or trainer.process.returncode != 0:
+            self.report_lost(f"only {len(ended)} runs: {trainer.output.strip()[-200:]}")
+        counts = [(0, 0, 0)]
+        counts += [self.check_run(Path(run["folder"]), run["code"]) for run in ended]
+        damaged, restarts, failed = map(sum, zip(*counts, strict=True))
+        if damaged == 0:
+            self.report_lost(f"the game has sent no message: {trainer.output.strip()[-200:]}")
+        if not self.num_lost and not self.num_left:
+            shutil.rmtree(self.batch_folder)
+        text = f"{len(ended)} runs, {damaged} messages, {restarts} restarts, {failed} ended early"
+        self.report.tell(self, text)
+
+    def check_run(self, folder, code):
+        """Check how a run has ended. Return the numbers of damaged messages, restarts and errors."""
+        output = (folder / "output.txt").read_text(errors="replace")
+        *_, last_part = output.strip().split("\n\n")
+        if code not in (0, 1) or "Traceback" in output:
+            self.report_lost(f"{folder.name} ends with {code}: {output.strip()[-200:]}")
+        elif code == 1 and len(last_part.splitlines()) != 1:
+            self.report_lost(f"{folder.name} ends with more than one line: {last_part[-200:]}")
+        for path in folder.glob("runs/*/checkpoint.pt"):
+            try:
+                if not finite(checkpoints.load(path, self.script)[1]["kept"]):
+                    self.report_lost(f"{folder.name}: the checkpoint is not finite")
+            except (OSError, ValueError) as error:
+                self.report_lost(str(error))
+        damage = folder / "damage.txt"
+        num_damaged = damage.read_text().count(self.incident) if damage.exists() else 0
+        return num_damaged, output.count("; restarting it"), code != 0
+
+
+CLASSES = {"torchrun": Jobs, "unity messages": Messages, "godot messages": Messages}
+
+
 class Report:
     """All incidents, and everything that was lost or left over."""
 
@@ -751,7 +837,7 @@ class Report:
         with self.lock:
             self.events.append((run.incident, skipped, run.num_lost > 0, run.num_left > 0))
             seconds = f"{time.monotonic() - self.start:6.1f} s"
-            print(f"{seconds}  {run.name:8} {run.incident:29} {text}", flush=True)
+            print(f"{seconds}  {run.name:14} {run.incident:29} {text}", flush=True)
 
     def print_table(self):
         print(f"\n{'incident':30} events  survived  lost  left over  skipped")
@@ -834,7 +920,7 @@ def run_all(incidents, args, report, runs):
     """Run the veteran and the other runs in parallel."""
     until = report.start + 60 * args.minutes
     for name in incidents:
-        runs[name] = (Jobs if name == "torchrun" else Run)(name, report, args)
+        runs[name] = CLASSES.get(name, Run)(name, report, args)
     others = {name: x for name, x in incidents.items() if name != "veteran"}
     veteran = {name: x for name, x in incidents.items() if name == "veteran"}
     with ThreadPoolExecutor() as pool:
@@ -865,6 +951,8 @@ def main():
         "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="only these runs"
     )
     parser.add_argument("--only", nargs="+", help="only these incidents, see the table")
+    what = "runs with damaged messages per incident"
+    parser.add_argument("--damaged-runs", type=int, default=16, help=what)
     parser.add_argument("--out", type=Path, help="keep runs and output in a new folder there")
     args = parser.parse_args()
     incidents = {}
