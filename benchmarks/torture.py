@@ -5,16 +5,20 @@
     python benchmarks/torture.py --minutes 5 --out torture               keep the runs and their output
 
 Small runs of the scripts are interrupted one after another: signals, kill -9 of the trainer, of a
-player or of a worker, a closed pipe, a full disk, two processes for one run. Runs that end are
+player, a worker, an actor or a rank of torchrun, stopped processes, a closed pipe, a full disk, also
+at the end of a run, two processes for one run, damaged messages of a player. Runs that end are
 resumed. In parallel, one trainer, the "veteran", runs from the first minute to the last through all
 incidents that a trainer must survive; the growth of memory and of open files is measured there. With
 the same seed the incidents are the same, in the same order; their number depends on the time.
 
 After each incident the checkpoint must load, be finite, and have at least as many decisions as any
 checkpoint before. After an orderly end it must be that of the last logged iteration. After kill -9
-it may be older by the checkpoint interval and by unfinished iterations. A resumed run must continue
-from exactly there. No process, port, shared memory or temporary file may be left over. Processes are
-recognized by an environment variable that their children inherit; no other process is touched.
+it may be older by the checkpoint interval and by unfinished iterations. A run that ends on a full
+disk must report how many decisions the checkpoint has. A resumed run must continue from exactly
+there, and each of two torchrun jobs its own run. A run with damaged messages must restart the player
+or end with one line. No process, port, shared memory or temporary file
+may be left over. Processes are recognized by an environment variable that their children inherit; no
+other process is touched.
 
 The exit code is 1 if anything is lost or left over. Linux only. With root rights, disks and /dev/shm
 are tmpfs in a private mount namespace; otherwise "full disk" is skipped.
@@ -23,6 +27,7 @@ are tmpfs in a private mount namespace; otherwise "full disk" is skipped.
 import argparse
 import ctypes
 import itertools
+import json
 import os
 import random
 import re
@@ -36,10 +41,11 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
+import mutations
 import torch
 from tensorboard.compat.proto.event_pb2 import Event
 
@@ -52,6 +58,7 @@ MARK = f"TORTURE={uuid.uuid4()}"  # the environment variable of all processes st
 NUMBERS = itertools.count(1)  # of the trainers
 LIBC = ctypes.CDLL(None)
 DISK_SIZE = 64  # MiB
+DECISIONS = r"checkpoint\.pt has ([\d,]+) of ([\d,]+) decisions"  # of a message about a full disk
 TIMEOUT = 90  # seconds for anything that must happen; a hung player is noticed after 60
 
 # Script, decisions per iteration, and settings that make an iteration short. A checkpoint is
@@ -65,7 +72,13 @@ RUNS = {
         "ppo_pixel.py",
         64,
         "--env-id DummyPixels-v0 --num-workers 2 --num-envs 4 --num-steps 16 --num-minibatches 2 "
-        "--update-epochs 1 --features 64",
+        "--update-epochs 1 --features 64 --timeout-wait 10",
+    ),
+    "actors": (
+        "lbc_discrete.py",
+        320,
+        "--env-id CartPole-v1 --num-actors 2 --num-envs 8 --replay-size 50 --hidden-sizes 16 "
+        "--eval-interval 0 --timeout-wait 5",
     ),
     "sac": (
         "sac_continuous.py",
@@ -73,8 +86,18 @@ RUNS = {
         "--env-id Reacher2Dof-v0 --buffer-size 5000 --learning-starts 500 --batch-size 32 "
         "--updates-per-step 0.1 --hidden-sizes 32 32 --save-buffer",
     ),
+    "torchrun": (
+        PPO,
+        256,
+        "--env-id Reacher2Dof-v0 --num-envs 1 --num-steps 128 --num-minibatches 4",
+    ),
+    "unity messages": (PPO, 0, ""),  # see mutations.py
+    "godot messages": (PPO, 0, ""),
     "veteran": (PPO, 768, BALL),
 }
+# The command of docs/cluster.md, with which nothing listens for other machines
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
+TORCHRUN += ["--rdzv-conf=store_type=file", "--nproc_per_node=2", "--max-restarts=1"]
 
 SURVIVED = ["full disk", "two at once"]  # the trainer continues
 ENDED = [
@@ -87,11 +110,24 @@ ENDED = [
     "resumed while it ends",
 ]
 # Incidents after which no trainer is left. "resumed while it ends" may leave the resumed one
-NO_TRAINER = [*ENDED[:-1], "worker killed", "player stopped, SIGINT twice"]
-INCIDENTS = dict.fromkeys(RUNS, ENDED + SURVIVED)
-INCIDENTS["unity"] = [*ENDED, *SURVIVED, "player killed", "player stopped, SIGINT twice"]
-INCIDENTS["pixel"] = [*ENDED, *SURVIVED, "worker killed"]
+NO_TRAINER = [*ENDED[:-1], "worker killed", "worker stopped", "player stopped, SIGINT twice"]
+FULL_AT_END = ["full disk at the end", "full disk, room at the end"]
+ALL_RUNS = [*ENDED, *SURVIVED, *FULL_AT_END]
+INCIDENTS = dict.fromkeys(RUNS, ALL_RUNS)
+INCIDENTS["unity"] = [*ALL_RUNS, "player killed", "player stopped, SIGINT twice"]
+INCIDENTS["pixel"] = [*ALL_RUNS, "worker killed", "worker stopped"]
+INCIDENTS["actors"] = [*ALL_RUNS, "actor killed", "actor stopped"]
+INCIDENTS["torchrun"] = ["rank killed", "ranks of two jobs killed"]
+INCIDENTS["unity messages"] = INCIDENTS["godot messages"] = mutations.KINDS
 INCIDENTS["veteran"] = [*SURVIVED, "player killed", "player killed", "player stopped"]
+
+
+# The processes that a trainer starts, and its message about one that is stopped
+CHILDREN = {
+    "player": ("envs/unity_scenes/player.py", "has not answered for"),
+    "worker": ("envs/pixel_workers.py", "has not answered for"),
+    "actor": ("onefile_rl/actor_processes.py", "has sent nothing for"),
+}
 
 
 class Stopped(Exception):
@@ -109,6 +145,15 @@ def marked(mark, script=""):
             is_marked = any(x.startswith(mark.encode()) for x in variables)
             if is_marked and script.encode() in (entry / "cmdline").read_bytes():
                 yield int(entry.name)
+
+
+def variable(pid, name):
+    """Return an environment variable of a process, None if there is none."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if line.startswith(f"{name}=".encode()):
+                return line.decode().partition("=")[2]
+    return None
 
 
 def kill(pids):
@@ -178,6 +223,11 @@ def finite(x):
     return True
 
 
+def to_number(text):
+    """Return a number of a message, "12,288" for example."""
+    return int(text.replace(",", ""))
+
+
 # Runs
 
 
@@ -209,10 +259,10 @@ class Trainer:
             "TORCHINDUCTOR_CACHE_DIR": str(run.home.parent / "inductor"),
             "PYTHONUNBUFFERED": "1",
             "TORTURE": self.mark.partition("=")[2],
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see TORCHRUN
         }
-        options = ["--resume", run.folder] if run.folder else run.settings
         self.process = subprocess.Popen(
-            [sys.executable, str(run.script), *map(str, options)],
+            [*map(str, run.command())],
             cwd=run.disk,
             env=environment,
             start_new_session=True,
@@ -221,6 +271,7 @@ class Trainer:
             stderr=subprocess.STDOUT,
         )
         self.pid = self.process.pid
+        self.writer = self.pid  # the process that writes the run; with torchrun, rank 0
         self.pipe = self.process.stdout
         os.set_blocking(self.pipe.fileno(), False)
 
@@ -248,7 +299,7 @@ class Trainer:
     def printed_step(self):
         """Return the decisions of the last line of progress."""
         steps = re.findall(r"([\d,]+) steps", self.output)
-        return max((int(x.replace(",", "")) for x in steps), default=0)
+        return max(map(to_number, steps), default=0)
 
     def stopped_step(self):
         """Return the decisions that the trainer reported when it stopped."""
@@ -257,14 +308,14 @@ class Trainer:
 
     def first_step(self):
         """Return the decisions from which the trainer resumed, according to its events."""
-        for event in events(self.run.folder, self.pid):
+        for event in events(self.run.folder, self.writer):
             if event.session_log.status == 1:
                 return event.step - 1
         return None
 
     def logged_step(self):
         """Return the decisions of the last logged iteration."""
-        steps = [x.step for x in events(self.run.folder, self.pid) if x.summary.value]
+        steps = [x.step for x in events(self.run.folder, self.writer) if x.summary.value]
         return max(steps, default=0)
 
 
@@ -291,6 +342,11 @@ class Run:
         self.disk.mkdir(parents=True)
         self.mounted = report.mounts and mount(self.disk)
 
+    def command(self):
+        """Return the command that starts the run, or resumes it."""
+        options = ["--resume", self.folder] if self.folder else self.settings
+        return [sys.executable, self.script, *options]
+
     def report_lost(self, text):
         self.num_lost += 1
         self.report.note(self.report.lost, "LOST", f"{self.name}, {self.incident}: {text}")
@@ -299,11 +355,15 @@ class Run:
         self.num_left += 1
         self.report.note(self.report.left, "LEFT OVER", f"{self.name}, {self.incident}: {text}")
 
+    def find_folder(self):
+        """Return the folder of the run, None if it has no checkpoint yet."""
+        paths = self.disk.glob("runs/*/checkpoint.pt")
+        return next((path.parent for path in paths), None)
+
     def check_checkpoint(self):
         """Check a new checkpoint: it must be complete, finite, and not older than the last one."""
         if self.folder is None:
-            paths = self.disk.glob("runs/*/checkpoint.pt")
-            self.folder = next((path.parent for path in paths), None)
+            self.folder = self.find_folder()
         if self.folder is None:
             return
         before = self.step
@@ -355,7 +415,7 @@ class Run:
             self.report_lost(f"{wrong}, but the checkpoint had {trainer.resumed_step}")
         trainer.resumed_step = 0
         for path in self.folder.glob(".*.tmp"):
-            if f".{trainer.pid}." not in path.name:
+            if f".{trainer.writer}." not in path.name:
                 self.report_left(path.name)
 
     def expect_end(self, allowed_loss=None):
@@ -389,8 +449,12 @@ class Run:
                 kill([pid])
         for port in {port for name, port in listening().items() if name in trainer.sockets}:
             self.report_left(f"port {port}")
-        for path in trainer.temporary.iterdir():
+        for path in self.find_temporary(trainer):
             self.report_left(f"temporary file {path.name}")
+
+    def find_temporary(self, trainer):
+        """Return the temporary files that a trainer has left over."""
+        return list(trainer.temporary.iterdir())
 
     def check_losses(self, trainer, allowed_loss):
         """Report decisions and files that the checkpoint should have."""
@@ -413,15 +477,19 @@ class Run:
                 if not (self.folder / file).exists():
                     self.report_lost(f"{file}, a part of the checkpoint")
 
+    def begin(self, incident):
+        """Begin an incident."""
+        self.incident = incident
+        self.num_lost = 0
+        self.num_left = 0
+
     def suffer(self, incident, when, how):
         """Let the run go through one incident.
 
         when, how: random numbers from 0 to 1 that determine its time and its details
         """
-        self.incident = incident
-        self.num_lost = 0
-        self.num_left = 0
-        if incident == "full disk" and not self.mounted:
+        self.begin(incident)
+        if incident.startswith("full disk") and not self.mounted:
             self.report.tell(self, "skipped: only root can mount a small disk", skipped=True)
             self.sleep(1)
             return
@@ -450,6 +518,8 @@ class Run:
         if self.trainer and incident in NO_TRAINER:
             killed = incident == "kill -9"
             self.expect_end(self.interval + 2 * self.batch if killed else 0)
+            if incident.startswith(tuple(CHILDREN)) and "Traceback" in trainer.output:
+                self.report_lost("the trainer ended with a traceback")
         elif self.trainer:
             # More than one interval: a checkpoint may have been under way
             self.expect_progress(self.interval)
@@ -457,7 +527,7 @@ class Run:
 
     def strike(self, trainer, incident, how, twin):
         """Cause the incident."""
-        if incident.startswith(("player", "worker")):
+        if incident.startswith(tuple(CHILDREN)):
             self.strike_child(trainer, incident, how)
         if incident == "kill -9":
             kill([trainer.pid])
@@ -474,20 +544,24 @@ class Run:
         elif incident == "two at once":
             self.run_two(trainer, twin or Trainer(self))
         elif incident == "full disk":
-            self.fill_disk(1 + 3 * how)
+            with self.full_disk() as fill:
+                self.wait(fill, 1 + 3 * how)
+        elif incident in FULL_AT_END:
+            self.end_on_full_disk(trainer, incident == "full disk at the end", how)
 
     def strike_child(self, trainer, incident, how):
-        """Kill or stop a player or a worker."""
-        is_player = incident.startswith("player")
-        script = "envs/unity_scenes/player.py" if is_player else "envs/pixel_workers.py"
+        """Kill or stop a player, a worker or an actor. A stopped one must be noticed."""
+        what = incident.split()[0]
+        script, message = CHILDREN[what]
         children = []
         self.wait(lambda: children.extend(sorted(marked(trainer.mark, script))) or children)
-        message = "has not answered"
         num_messages = trainer.output.count(message)
         number = signal.SIGSTOP if "stopped" in incident else signal.SIGKILL
         os.kill(children[int(how * len(children))], number)
-        if incident == "player stopped":
-            self.wait(lambda: trainer.output.count(message) > num_messages)
+        if incident.endswith("stopped"):
+            noticed = lambda: not trainer.is_alive() or trainer.output.count(message) > num_messages
+            if not self.wait(noticed) or message not in trainer.output:
+                self.report_lost(f"a stopped {what} was not reported within {TIMEOUT} s")
 
     def resume_while_it_ends(self, trainer, how):
         """Start a second trainer, then end the first one. The second one is refused, or resumes
@@ -516,16 +590,220 @@ class Run:
         self.expect_end()
         self.trainer = alive
 
-    def fill_disk(self, seconds):
-        """Fill the disk for so many seconds."""
-        ballast = self.disk / "ballast"
-        with suppress(OSError), open(ballast, "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
+    @contextmanager
+    def full_disk(self):
+        """Fill the disk. Yields a function that fills it again: a trainer may remove files."""
+        path = self.disk / "ballast"
+
+        def fill():
+            with suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
         try:
-            self.sleep(seconds)
+            with open(path, "wb", buffering=0) as file:
+                fill()
+                yield fill
         finally:
-            ballast.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+    def end_on_full_disk(self, trainer, stays_full, how):
+        """End a trainer on a full disk. It waits for room. Either there is some, or it is told to
+        give up with a second signal."""
+        with self.full_disk() as fill:
+            self.wait(fill, 0.5 + 2 * how)
+            trainer.signal(signal.SIGTERM)
+            self.wait(lambda: fill() or not trainer.is_alive() or "; waiting" in trainer.output)
+            if stays_full:
+                trainer.signal(signal.SIGTERM)
+                self.wait(lambda: fill() or not trainer.is_alive())
+                self.expect_end()
+        if not stays_full:
+            self.expect_end(0)
+        self.check_last_words(trainer, saved=not stays_full)
+
+    def check_last_words(self, trainer, saved):
+        """Check what a trainer reports at its end about the last state, and its exit code."""
+        code = trainer.process.returncode
+        lines = trainer.output.strip().splitlines() or ["no output"]
+        *_, (_, made) = re.findall(DECISIONS, trainer.output) or [("0", "0")]
+        made = max(trainer.logged_step(), trainer.stopped_step(), to_number(made))
+        claims_all = trainer.stopped_step() > 0
+        if claims_all and (self.step < made or code != 0):
+            text = f"reports {trainer.stopped_step()} decisions with exit code {code}"
+            self.report_lost(f"{text}, the checkpoint has {self.step} of {made}")
+        elif saved and not claims_all:
+            self.report_lost(f"has not saved {made} decisions although there was room: {lines[-1]}")
+        elif not claims_all:
+            told = re.search(DECISIONS, lines[-1])
+            if code == 0 or not told or to_number(told[1]) != self.step:
+                text = f"the checkpoint has {self.step} of {made} decisions"
+                self.report_lost(f"{text}, and with exit code {code} it reports: {lines[-1]}")
+
+
+class Jobs(Run):
+    """Two jobs of torchrun at the same time in one folder, with the same arguments."""
+
+    def suffer(self, incident, when, how):
+        """Kill a rank of one job, or of both. Each job must restart its ranks and resume its own
+        run from its last checkpoint."""
+        self.begin(incident)
+        disk = self.disk / f"jobs{len(list(self.disk.iterdir()))}"
+        disk.mkdir()
+        jobs = [Job(self, disk, number) for number in (1, 2)]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.expect_progress()
+        jobs[0].sleep(3 * when)
+
+        # Kill a rank, and wait for the restart
+        before = sum(job.step for job in jobs)
+        killed = jobs if "two" in incident else [jobs[how < 0.5]]
+        killed = [job for job in killed if job.trainer]
+        for job in killed:
+            job.kill_rank(str(int(10 * how) % 2))
+        for job in killed:
+            job.expect_restart()
+
+        # End both jobs in an orderly way
+        for job in jobs:
+            if job.trainer:
+                job.expect_progress()
+        for job in jobs:
+            if job.trainer:
+                os.kill(job.trainer.pid, signal.SIGTERM)
+                job.expect_end(0)
+        self.check_folder(disk)
+        self.num_lost += sum(job.num_lost for job in jobs)
+        self.num_left += sum(job.num_left for job in jobs)
+        self.report.tell(self, f"{before:,} -> {sum(job.step for job in jobs):,}")
+
+    def check_folder(self, disk):
+        """Check that the jobs have one run each, and have left no notes."""
+        folders = list(disk.glob("runs/*"))
+        if len(folders) != 2:
+            self.report_lost(f"two jobs have made {len(folders)} runs")
+        for path in disk.rglob("run.json"):
+            self.report_left(f"a job's note {path.relative_to(disk)}")
+
+
+class Job(Run):
+    """A job of torchrun, and its run."""
+
+    def __init__(self, jobs, disk, number):
+        vars(self).update(vars(jobs))
+        self.name = f"{jobs.name} {number}"
+        self.disk = disk
+        self.ranks_before = {}  # that were alive when one of them was killed
+
+    def command(self):
+        return [*TORCHRUN, "--log-dir=logs", self.script, *self.settings]
+
+    def start(self):
+        """Start the job, and wait for its folder: the folder's name has the time in seconds."""
+        self.trainer = Trainer(self)
+        self.wait(lambda: not self.trainer.is_alive() or self.starts(), 2 * TIMEOUT)
+        self.note_writer()
+
+    def starts(self):
+        """Return the folders that the ranks have named at their starts."""
+        return re.findall(r"^(runs/\S+): 2 ranks", self.trainer.output, re.MULTILINE)
+
+    def ranks(self):
+        """Return the processes of the ranks, by the number of the rank."""
+        pids = set(marked(self.trainer.mark, self.script.name)) - {self.trainer.pid}
+        return {variable(pid, "RANK"): pid for pid in pids}
+
+    def note_writer(self):
+        self.trainer.writer = self.ranks().get("0", self.trainer.pid)
+
+    def find_folder(self):
+        if self.trainer is None or not self.starts():
+            return None
+        folder = self.disk / self.starts()[0]
+        return folder if (folder / "checkpoint.pt").exists() else None
+
+    def find_temporary(self, trainer):
+        """Return all but the file of torchrun's rendezvous, which torchrun does not remove."""
+        return [path for path in trainer.temporary.iterdir() if not path.name.startswith("tmp")]
+
+    def kill_rank(self, rank):
+        self.ranks_before = self.ranks()
+        kill([self.ranks_before[rank]])
+
+    def expect_restart(self):
+        """Wait until torchrun has restarted the ranks, and check that they resume the job's run."""
+        trainer = self.trainer
+        before = set(self.ranks_before.values())
+        self.wait(lambda: not before & set(self.ranks().values()), 2 * TIMEOUT)
+        self.check_checkpoint()
+        trainer.resumed_step = self.step
+        self.wait(lambda: not trainer.is_alive() or len(self.starts()) > 1, 2 * TIMEOUT)
+        self.note_writer()
+        first, *others = self.starts()
+        if others != [first]:
+            self.report_lost(f"the job of {first} was restarted with {others or 'no run'}")
+
+
+class Messages(Run):
+    """Runs whose player sends damaged messages, see mutations.py."""
+
+    def __init__(self, name, report, args):
+        super().__init__(name, report, args)
+        self.num_runs = args.damaged_runs
+
+    def command(self):
+        engine, _, _ = self.name.partition(" ")
+        program = [sys.executable, mutations.__file__, "train", engine, self.incident]
+        return [*program, self.seed, self.num_runs, self.batch_folder, self.script]
+
+    def find_folder(self):
+        return None  # there are many, and check_run() checks them
+
+    def suffer(self, incident, when, how):
+        """Train several times with one kind of damage. Each run ends as planned or with one line."""
+        self.begin(incident)
+        self.seed = int(1e6 * how)
+        self.batch_folder = self.disk / f"{incident} {self.seed}".replace(" ", "_")
+        trainer = self.trainer = Trainer(self)
+        self.wait(lambda: not trainer.is_alive(), mutations.RUN_SECONDS * self.num_runs)
+        self.expect_end()
+
+        # Check the runs, and remove them if nothing is wrong: the disk is small
+        ended = [json.loads(line) for line in trainer.output.splitlines() if line.startswith("{")]
+        if len(ended) < self.num_runs or trainer.process.returncode != 0:
+            self.report_lost(f"only {len(ended)} runs: {trainer.output.strip()[-200:]}")
+        counts = [(0, 0, 0)]
+        counts += [self.check_run(Path(run["folder"]), run["code"]) for run in ended]
+        damaged, restarts, failed = map(sum, zip(*counts, strict=True))
+        if damaged == 0:
+            self.report_lost(f"the game has sent no message: {trainer.output.strip()[-200:]}")
+        if not self.num_lost and not self.num_left:
+            shutil.rmtree(self.batch_folder)
+        text = f"{len(ended)} runs, {damaged} messages, {restarts} restarts, {failed} ended early"
+        self.report.tell(self, text)
+
+    def check_run(self, folder, code):
+        """Check how a run has ended. Return the numbers of damaged messages, restarts and errors."""
+        output = (folder / "output.txt").read_text(errors="replace")
+        *_, last_part = output.strip().split("\n\n")
+        if code not in (0, 1) or "Traceback" in output:
+            self.report_lost(f"{folder.name} ends with {code}: {output.strip()[-200:]}")
+        elif code == 1 and len(last_part.splitlines()) != 1:
+            self.report_lost(f"{folder.name} ends with more than one line: {last_part[-200:]}")
+        for path in folder.glob("runs/*/checkpoint.pt"):
+            try:
+                if not finite(checkpoints.load(path, self.script)[1]["kept"]):
+                    self.report_lost(f"{folder.name}: the checkpoint is not finite")
+            except (OSError, ValueError) as error:
+                self.report_lost(str(error))
+        damage = folder / "damage.txt"
+        num_damaged = damage.read_text().count(self.incident) if damage.exists() else 0
+        return num_damaged, output.count("; restarting it"), code != 0
+
+
+CLASSES = {"torchrun": Jobs, "unity messages": Messages, "godot messages": Messages}
 
 
 class Report:
@@ -559,7 +837,7 @@ class Report:
         with self.lock:
             self.events.append((run.incident, skipped, run.num_lost > 0, run.num_left > 0))
             seconds = f"{time.monotonic() - self.start:6.1f} s"
-            print(f"{seconds}  {run.name:8} {run.incident:29} {text}", flush=True)
+            print(f"{seconds}  {run.name:14} {run.incident:29} {text}", flush=True)
 
     def print_table(self):
         print(f"\n{'incident':30} events  survived  lost  left over  skipped")
@@ -642,7 +920,7 @@ def run_all(incidents, args, report, runs):
     """Run the veteran and the other runs in parallel."""
     until = report.start + 60 * args.minutes
     for name in incidents:
-        runs[name] = Run(name, report, args)
+        runs[name] = CLASSES.get(name, Run)(name, report, args)
     others = {name: x for name, x in incidents.items() if name != "veteran"}
     veteran = {name: x for name, x in incidents.items() if name == "veteran"}
     with ThreadPoolExecutor() as pool:
@@ -673,6 +951,8 @@ def main():
         "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="only these runs"
     )
     parser.add_argument("--only", nargs="+", help="only these incidents, see the table")
+    what = "runs with damaged messages per incident"
+    parser.add_argument("--damaged-runs", type=int, default=16, help=what)
     parser.add_argument("--out", type=Path, help="keep runs and output in a new folder there")
     args = parser.parse_args()
     incidents = {}
