@@ -11,6 +11,7 @@ A checkpoint without a valid signature may use risky arguments only if the user 
 
 import hashlib
 import hmac
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -55,7 +56,8 @@ def secret():
 
 
 def seal(state):
-    """Return the signature of a checkpoint of plain types, or "" if this machine has no secret."""
+    """Return the signature of a checkpoint of plain types, or "" if it can't be signed: this machine has no secret, or
+    the module that the arguments name can't be located."""
     key = secret()
     if key is None:
         return ""
@@ -63,7 +65,10 @@ def seal(state):
     for name in sorted(state.keys() - {"seal", "signed", "trusted"}):
         add_to_digest(content, name)
         add_to_digest(content, state[name])
-    text = json.dumps([content.hexdigest(), places(state["args"] | state["changed_args"])])
+    paths = places(state["args"] | state["changed_args"])
+    if paths is None:
+        return ""
+    text = json.dumps([content.hexdigest(), paths])
     return hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
@@ -88,23 +93,51 @@ def add_to_digest(digest, x):
 
 
 def places(args):
-    """Return the absolute paths of what the arguments name: programs, modules, and other files that exist."""
+    """Return the absolute paths of what the arguments name: programs, modules, and other files that exist.
+
+    None if a module can't be located: it can be another one each time, so no signature is valid for it.
+    """
     paths = []
     for name in ("unity_path", "godot_path"):
         if args[name]:
             paths.append(str(Path(args[name]).resolve()))
-    module = args["env_id"].rpartition(":")[0].partition(".")[0]
+    module = args["env_id"].rpartition(":")[0]
     if module:
-        spec = None
-        with suppress(ValueError, ImportError):
-            spec = importlib.util.find_spec(module)
-        paths.append(str(Path(spec.origin).resolve()) if spec and spec.origin else None)
-    for text in [*strings(args["env_kwargs"]), *strings(args["player_args"])]:
+        files = module_places(module)
+        if files is None:
+            return None
+        paths += files
+    names = ("env_kwargs", "player_args", "reset_options")
+    for text in strings([args.get(name) for name in names]):
         path = Path(text.rpartition("=")[2] if text.startswith("-") else text)
         try:
             paths.append(str(path.resolve()) if path.exists() else None)
         except (OSError, ValueError):  # too long, or with a zero byte
             paths.append(None)
+    return paths
+
+
+def module_places(module):
+    """Return the absolute paths of a module and of the packages that contain it, or None if one can't be located.
+
+    A package without __init__.py has several folders. Nothing is imported: importlib.util.find_spec would import the
+    packages.
+    """
+    first, *rest = module.split(".")
+    try:
+        specs = [importlib.util.find_spec(first)]
+        for name in rest:
+            # A loader looks for the last part of a name only
+            folders = list(specs[-1].submodule_search_locations)
+            specs.append(importlib.machinery.PathFinder.find_spec(name, folders))
+        paths = []
+        for spec in specs:
+            files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations)
+            if not files:
+                return None
+            paths += [str(Path(file).resolve()) for file in files]
+    except Exception:  # there is no such module, it is not a package, or it has no file
+        return None
     return paths
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of unknown origin: signatures, links, control characters, and content that is malformed or too large."""
 
 import copy
+import importlib
 import io
 import os
 import random
@@ -93,7 +94,10 @@ def test_a_signature_is_not_valid_for_another_program_of_the_same_name(monkeypat
     ("args", "file"),
     [
         ({"env_id": "some_envs:X-v0"}, "some_envs.py"),
+        ({"env_id": "no_init.some_envs:X-v0"}, "no_init/some_envs.py"),
+        ({"env_id": "no_init.inner.some_envs:X-v0"}, "no_init/inner/some_envs.py"),
         ({"env_kwargs": {"xml_file": "robot.xml"}}, "robot.xml"),
+        ({"reset_options": {"xml_file": "robot.xml"}}, "robot.xml"),
         ({"player_args": ["--level=robot.xml"]}, "robot.xml"),
     ],
 )
@@ -110,10 +114,45 @@ def test_a_signature_is_not_valid_for_other_files_of_the_same_name(
         folder.mkdir()
         monkeypatch.chdir(folder)
         if name != "none":
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text("")
         seals.append(trust.seal(state))
         assert trust.seal(state) == seals[-1]
     assert len(set(seals)) == 3
+
+
+def test_a_signature_covers_the_module_and_not_only_its_package(monkeypatch, tmp_path):
+    """The folders of a package without __init__.py can be those of several projects."""
+    monkeypatch.syspath_prepend(tmp_path / "one")
+    (tmp_path / "one" / "shared").mkdir(parents=True)
+    (tmp_path / "two" / "shared").mkdir(parents=True)
+    (tmp_path / "two" / "shared" / "some_envs.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "two")
+    before = trust.module_places("shared.some_envs")
+    folders = [str(tmp_path / name / "shared") for name in ("two", "one")]
+    assert before == [*folders, f"{folders[0]}/some_envs.py"]
+    (tmp_path / "two" / "shared" / "some_envs.py").rename(
+        tmp_path / "one" / "shared" / "some_envs.py"
+    )
+    importlib.invalidate_caches()
+    assert trust.module_places("shared.some_envs") == [*folders, f"{folders[1]}/some_envs.py"]
+
+
+@pytest.mark.parametrize("module", ["nowhere", "sys", "json.nowhere", "sys.x", ".json", "json..x"])
+def test_a_module_that_can_not_be_located_is_not_signed(module):
+    args = dict.fromkeys(trust.RISKY) | {"env_id": f"{module}:X-v0"}
+    state = {"args": args, "changed_args": {}, "seal": ""}
+    assert trust.seal(state) == "" and not trust.is_signed(state)
+
+
+def test_a_signature_is_checked_without_an_import(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "with_init").mkdir()
+    for name in ("__init__", "some_envs"):
+        (tmp_path / "with_init" / f"{name}.py").write_text("raise SystemExit('imported')")
+    files = [str(tmp_path / "with_init" / f"{name}.py") for name in ("__init__", "some_envs")]
+    assert trust.module_places("with_init.some_envs") == files
+    assert "with_init" not in sys.modules
 
 
 def test_a_checkpoint_contains_no_path_that_the_user_did_not_give(monkeypatch, tmp_path):
