@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from onefile_rl.checkpoints import replacing
 from onefile_rl.engines.scenes import EngineError
 
 RANK = int(os.environ.get("RANK", 0))
@@ -279,12 +280,18 @@ def interrupted_run():
     path = note_path()
     folder = None
     if SIZE > 1 and path is not None and path.exists():
-        note = json.loads(path.read_text())
-        if note["arguments"] == sys.argv[1:]:
-            folder = note["folder"]
+        try:
+            note = json.loads(path.read_text())
+            noted = str(note["folder"])
+            arguments = list(map(str, note["arguments"]))
+        except (OSError, ValueError, KeyError, TypeError):  # incomplete, for example
+            print(f"{path} can't be read: the run that it names is not continued", flush=True)
         else:
-            then = " ".join(note["arguments"])
-            print(f"{note['folder']} is not continued, it has other arguments: {then}", flush=True)
+            if arguments == sys.argv[1:]:
+                folder = noted
+            else:
+                then = " ".join(arguments)
+                print(f"{noted} is not continued, it has other arguments: {then}", flush=True)
     return next((folder for folder in gather(folder) if folder is not None), None)
 
 
@@ -300,7 +307,8 @@ def note_run(folder):
             if folder is None:
                 path.unlink(missing_ok=True)
             else:
-                path.write_text(json.dumps(note))
+                with replacing(path) as temporary:
+                    temporary.write_text(json.dumps(note))
             return
         except OSError as error:
             problem = error

@@ -446,6 +446,47 @@ def test_a_note_with_other_arguments_is_not_used(monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.glob("*"))
 
 
+@pytest.fixture
+def job(monkeypatch, tmp_path):
+    """Be one of two ranks of a job with restarts. Return the path of its note."""
+    monkeypatch.setattr(distributed, "SIZE", 2)
+    monkeypatch.setattr(distributed, "gather", lambda x: [None, x])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    return tmp_path / "run.json"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows can't limit the size of files")
+def test_a_note_that_can_not_be_written_leaves_the_one_before(job, capsys):
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for before in (None, "runs/x"):
+        if before:
+            distributed.note_run(before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as on a full disk
+        try:
+            distributed.note_run("runs/y")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "The run can't be noted, a restart begins a new one" in capsys.readouterr().out
+        assert [path.name for path in job.parent.iterdir()] == (["run.json"] if before else [])
+        assert distributed.interrupted_run() == before
+
+
+def test_a_note_that_can_not_be_read_is_not_used(job, capsys):
+    distributed.note_run("runs/x")
+    complete = job.read_bytes()
+    damaged = [complete[:size] for size in (0, 1, len(complete) - 1)]
+    damaged += [b"\xff", b"[]", b"{}", b"null", b'{"folder": "runs/x", "arguments": 1}']
+    for content in damaged:
+        job.write_bytes(content)
+        assert distributed.interrupted_run() is None
+        line = f"{job} can't be read: the run that it names is not continued\n"
+        assert capsys.readouterr().out == line
+
+
 def test_a_job_without_a_place_for_its_note_says_so(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "SIZE", 2)
     monkeypatch.setattr(distributed, "gather", lambda x: [x, x])
