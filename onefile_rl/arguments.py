@@ -641,6 +641,25 @@ def defaults_of_checkpoint(Args, checkpoint, given):
     return default
 
 
+def check_changed_args(path, state, args, check):
+    """Refuse a checkpoint of another machine if the arguments that its training loop has changed are not valid.
+
+    check(args): the script's check of its command line
+    """
+    if state["signed"]:
+        return
+    kinds = get_type_hints(type(args))
+    for name, value in state["changed_args"].items():
+        if name not in kinds or not fits(value, kinds[name]):
+            problem = f"{printable(option(name))} can't be {printable(repr(value))[:60]}"
+            raise ValueError(f"{path} is not a valid checkpoint: changed_args: {problem}")
+    try:
+        check(from_plain(type(args), to_plain(args) | state["changed_args"]))
+    except ValueError as error:
+        problem = printable(error)
+        raise ValueError(f"{path} is not a valid checkpoint: changed_args: {problem}") from None
+
+
 def defaults_of_build(Args, given):
     """Return the defaults for a Unity build or Godot game without --env-id: it names the run, and has no preset."""
     path = Path(given.unity_path or given.godot_path)

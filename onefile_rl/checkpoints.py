@@ -49,7 +49,12 @@ STRUCTURE = {
     "envs": object,
 }
 MAX_DEPTH = 50  # of dicts and lists inside of each other
-LARGEST_COUNT = 2**62
+LARGEST_COUNT = 2**41  # --total-timesteps is at most 2**40
+# The types of an agent's tensors
+DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
 
 
 def plain(x):
@@ -151,8 +156,10 @@ def restore_state(x, saved, where):
     if isinstance(x, nn.Module):
         restore_module(x, saved, where)
     elif has_state_dict(x):
+        options = [dict(group) for group in getattr(x, "param_groups", [])]
         try:
             x.load_state_dict(saved)
+            check_options(x, options)
         except (ValueError, KeyError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
@@ -172,6 +179,36 @@ def restore_state(x, saved, where):
         x.copy_(saved)
     else:
         x[:] = saved.numpy() if isinstance(x, np.ndarray) else saved
+
+
+def check_options(optimizer, options):
+    """Refuse options of an optimizer, such as its learning rate, that have another form than `options`, those of the
+    script: the error would come with the first update."""
+    for i, ours in enumerate(options):
+        theirs = optimizer.param_groups[i]
+        for name, value in ours.items():
+            saved = theirs.get(name)
+            valid = name == "params" or has_form(saved, value)
+            if valid and name == "betas":
+                valid = saved == value or all(0 < beta < 1 for beta in saved)
+            if not valid:
+                raise ValueError(f"{name} is {printable(repr(saved))[:60]}")
+
+
+def has_form(x, example):
+    """Return whether an option of an optimizer is of the same kind as another: a number, a pair of numbers, a flag."""
+    if isinstance(example, (tuple, list)):
+        fits = isinstance(x, (tuple, list)) and len(x) == len(example)
+        return fits and all(map(has_form, x, example))
+    if isinstance(example, (bool, str)):
+        return x is None or isinstance(x, type(example))
+    if example is None:
+        return x is None or isinstance(x, NUMBER)
+    if not isinstance(example, (*NUMBER, torch.Tensor)):
+        return True
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 and x.dtype in DTYPES and not math.isnan(x.item())
+    return isinstance(x, NUMBER) and not isinstance(x, bool) and x == x  # not nan
 
 
 def attributes(x, but=()):
@@ -233,7 +270,15 @@ def restore_module(module, saved, where):
         if ours is None or theirs is None or ours.shape != theirs.shape:
             sizes = f"{name} {size(theirs)} in the checkpoint and {size(ours)} here"
             raise ValueError(f"{where} does not fit this script's network: {sizes}")
+        if not same_kind(ours, theirs):
+            kinds = f"{name} is {theirs.dtype} in the checkpoint and {ours.dtype} here"
+            raise ValueError(f"{where} does not fit this script's network: {kinds}")
     module.load_state_dict(saved)
+
+
+def same_kind(x, y):
+    """Return whether two tensors have the same dtype, or floating-point numbers of any precision."""
+    return x.dtype == y.dtype or (x.is_floating_point() and y.is_floating_point())
 
 
 def not_finite(x, name):
@@ -489,6 +534,8 @@ def structure_problem(state):
     for key in ("iteration", "global_step"):
         if not 0 <= state[key] <= LARGEST_COUNT:
             return f"{key} is {state[key]}"
+    if state["best"] != state["best"]:
+        return "best is nan"
     for key, kind in STRUCTURE.items():
         if kind is dict and not all(isinstance(name, str) for name in state[key]):
             return f"{key} has a name that is not a string"
@@ -513,6 +560,11 @@ def structure_problem(state):
     agent = state["kept"].get("agent")
     if not isinstance(agent, dict) or not all(isinstance(x, torch.Tensor) for x in agent.values()):
         return "kept has no agent"
+    for name, x in agent.items():
+        if x.dtype not in DTYPES:
+            return f"{printable(name)} of the agent is {x.dtype}"
+    for name in not_finite(agent, ""):
+        return f"{printable(name)} of the agent is not finite"
     if not all(isinstance(state["episodes"].get(name), torch.Tensor) for name in ("r", "l")):
         return "episodes has no returns and lengths"
     return None
@@ -549,12 +601,13 @@ def check_agent(path, state, Agent, args):
     with using(path, state):
         with torch.device("meta"):
             agent = Agent(state["spec"], args)
-        shapes = {name: x.shape for name, x in agent.state_dict().items()}
+        missing = agent.state_dict()
         for name, x in state["kept"]["agent"].items():
-            if shapes.pop(name, None) != x.shape:
+            ours = missing.pop(name, None)
+            if ours is None or ours.shape != x.shape or not same_kind(ours, x):
                 raise ValueError(f"{path} does not fit this script's network: {printable(name)}")
-        if shapes:
-            raise ValueError(f"{path} does not fit this script's network: it has no {min(shapes)}")
+        if missing:
+            raise ValueError(f"{path} does not fit this script's network: it has no {min(missing)}")
 
 
 def random_state():

@@ -43,6 +43,7 @@ from onefile_rl.arguments import (
     batch_sizes,
     bounds,
     check,
+    check_changed_args,
     check_memory,
     command_line,
     describe,
@@ -920,10 +921,11 @@ class Run:
             latest_state = load(latest, self.script)[1]
         except ValueError:  # checkpoint.pt is damaged, and this file is not
             return path, state
-        same_run = latest_state.get("run") == state.get("run")
-        if same_run and latest_state["global_step"] == state["global_step"]:
-            return latest, latest_state
-        return path, state
+        same = all(
+            latest_state.get(name) == state.get(name)
+            for name in ("run", "global_step", "changed_args")
+        )
+        return (latest, latest_state) if same else (path, state)
 
     def is_own_file(self, file, *names):
         """Return whether a checkpoint may name this file: it can't name files in other folders, for example."""
@@ -1207,6 +1209,7 @@ def main(
             distributed.join(distributed.local_device(args.device))
             interrupted = interrupted_run(args, script)
         if interrupted:
+            check_changed_args(*interrupted, args, check)
             check_agent(*interrupted, Agent, args)
             train(args, interrupted)
         elif args.resume is not None:
@@ -1217,6 +1220,7 @@ def main(
                     raise ValueError(
                         f"{option(name)} {given}: the run has {option(name)} {saved}, leave it out"
                     )
+            check_changed_args(*checkpoint, args, check)
             check_agent(*checkpoint, Agent, args)
             train(args, checkpoint)
         elif checkpoint:

@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import torch
 from conftest import ROOT, call, run_script, train
 
 import ppo_continuous_multiagent as ppo
-from onefile_rl import checkpoints, runs, trust
-from onefile_rl.arguments import fits
+from onefile_rl import checkpoints, fast, runs, trust
+from onefile_rl.arguments import check_changed_args, fits
 from onefile_rl.engines.compare import Trained
 from onefile_rl.engines.printing import printable
 
@@ -466,6 +467,115 @@ def test_a_malformed_checkpoint_is_one_line_or_works(part, monkeypatch, capsys, 
             raise AssertionError(f"{path} {option}: {error!r}") from error
     assert ended >= len(first) // 4
     capsys.readouterr()
+
+
+def test_arguments_that_training_has_changed_are_checked_as_those_of_a_command_line(monkeypatch):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    change(folder, changed_args={"checkpoint_interval": 0})
+    text = refused(monkeypatch, "--resume", folder, "--total-timesteps", 32)
+    problem = "changed_args: --checkpoint-interval 0: must be above 0"
+    assert text.endswith(f"checkpoint.pt is not a valid checkpoint: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("video_interval", 0, "--video-interval 0: must be above 0"),
+        ("keep_checkpoints", -3, "--keep-checkpoints -3: must be above 0"),
+        ("num_minibatches", 0, "--num-minibatches 0: must be above 0"),
+        ("num_steps", 10**15, "--num-steps 1000000000000000: is too large"),
+        ("learning_rate", float("inf"), "--learning-rate inf: must be a finite number"),
+        ("learning_rate", "x", "--learning-rate can't be 'x'"),
+        ("nothing", 1, "--nothing can't be 1"),
+    ],
+)
+def test_arguments_that_can_not_have_been_changed_like_this_are_refused(name, value, problem):
+    state = {"signed": False, "changed_args": {name: value}}
+    with pytest.raises(
+        ValueError, match=re.escape(f"x.pt is not a valid checkpoint: changed_args: {problem}")
+    ):
+        check_changed_args("x.pt", state, ppo.Args(), ppo.check)
+    check_changed_args("x.pt", state | {"changed_args": {"ent_coef": 0.0}}, ppo.Args(), ppo.check)
+
+
+def test_another_file_of_the_run_does_not_change_arguments_unchecked(monkeypatch, capsys):
+    """checkpoint.pt is used for a file with the same state only."""
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    change(folder, seal="")
+    shutil.copy(folder / "checkpoint.pt", folder / "best.pt")
+    change(folder, changed_args={"keep_checkpoints": -3})
+    call(monkeypatch, "--resume", folder / "best.pt", "--total-timesteps", 32)
+    assert "keep_checkpoints" not in capsys.readouterr().out
+
+
+def test_an_optimizer_that_could_not_make_an_update_is_refused(monkeypatch):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    state = read(folder)
+    state["kept"]["optimizer"]["param_groups"][0]["betas"] = (0.9,)
+    torch.save(state, folder / "checkpoint.pt")
+    text = refused(monkeypatch, "--resume", folder, "--total-timesteps", 32)
+    assert "checkpoint.pt does not fit the Adam of this script: betas is (0.9,)" in text
+
+
+@pytest.mark.parametrize("Adam", [fast.Adam, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("betas", 0.9),
+        ("betas", (-1.0, 0.9)),
+        ("betas", ("x", "y")),
+        ("eps", None),
+        ("eps", "x"),
+        ("lr", float("nan")),
+        ("lr", True),
+    ],
+)
+def test_options_of_an_optimizer_have_the_form_of_those_of_the_script(name, value, Adam):
+    optimizer = Adam([torch.nn.Parameter(torch.zeros(2))])
+    saved = copy.deepcopy(optimizer.state_dict())
+    checkpoints.restore_state(optimizer, saved | {}, "x.pt")
+    saved["param_groups"][0][name] = value
+    with pytest.raises((ValueError, TypeError)):  # a TypeError of an unknown checkpoint is one line
+        checkpoints.restore_state(optimizer, saved, "x.pt")
+
+
+@pytest.mark.parametrize("option", ["--evaluate", "--resume", "--export"])
+def test_weights_of_another_kind_are_refused(option, monkeypatch):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    state = read(folder)
+    weights = state["kept"]["agent"]
+    name = next(name for name in weights if name.endswith("weight"))
+    weight = weights[name]
+    weights[name] = weight.int()
+    torch.save(state, folder / "checkpoint.pt")
+    text = refused(monkeypatch, option, folder, "--total-timesteps", 32)
+    assert text.endswith(f"checkpoint.pt does not fit this script's network: {name}")
+    for dtype in (torch.complex64, torch.float8_e5m2):
+        weights[name] = weight.to(dtype)
+        torch.save(state, folder / "checkpoint.pt")
+        with pytest.raises(ValueError, match=f"{name} of the agent is {dtype}"):
+            checkpoints.load(folder, ppo.__file__)
+
+
+@pytest.mark.parametrize("entry", [{"best": float("nan")}, {"iteration": 2**62}])
+def test_progress_that_is_not_possible_is_refused(entry):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    change(folder, **entry)
+    ((name, value),) = entry.items()
+    with pytest.raises(ValueError, match=f"is not a valid checkpoint: {name} is {value}"):
+        checkpoints.load(folder, ppo.__file__)
+
+
+@pytest.mark.parametrize("option", ["--evaluate", "--resume", "--export"])
+def test_an_agent_that_is_not_finite_is_refused(option, monkeypatch):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    state = read(folder)
+    name = next(name for name in state["kept"]["agent"] if name.endswith("weight"))
+    state["kept"]["agent"][name][0, 0] = float("nan")
+    torch.save(state | {"seal": trust.seal(state)}, folder / "checkpoint.pt")
+    text = refused(monkeypatch, option, folder, "--total-timesteps", 32)
+    assert text.endswith(f"is not a valid checkpoint: {name} of the agent is not finite")
+    assert not (folder / "policy.onnx").exists()
 
 
 def test_a_file_that_is_not_an_archive_is_one_line(monkeypatch):
