@@ -74,7 +74,7 @@ from onefile_rl.checkpoints import (
 from onefile_rl.engines import waits
 from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
-from onefile_rl.errors import is_message
+from onefile_rl.errors import describe_exit, is_message, is_own
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -229,6 +229,8 @@ class Run:
         if distributed.SIZE == 1:  # the other ranks would wait for a rank that does not finish
             waits.note_stop()
         signals.handle(self.stop_at_once)
+        if sys.__stdout__ is None:  # file 1 may be any other file
+            return
         with contextlib.suppress(OSError):  # not print(), which may have been interrupted
             os.write(
                 1,
@@ -1132,6 +1134,10 @@ class Run:
             print(f"\n{path} could not be recorded: {error}", flush=True)
 
 
+class ReaderGone(BrokenPipeError):
+    """The reader of the standard output is gone. A BrokenPipeError of an env is none of these."""
+
+
 class Output:
     """The standard output, without errors on a full disk: a line that can't be written is lost. A reader that is gone,
     as with `| head`, is still an error."""
@@ -1149,8 +1155,8 @@ class Output:
     def attempt(self, function, *args):
         try:
             function(*args)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            raise ReaderGone(*error.args) from None
         except OSError:
             pass
 
@@ -1198,9 +1204,11 @@ def main(
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
     sys.stdout = Output(sys.stdout)
+    started = False
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
+        started = True
         fast.Acting.allowed = args.fast
         interrupted = None
         if args.evaluate is None and args.export is None:
@@ -1236,9 +1244,13 @@ def main(
         if not is_message(error, script):
             raise
         raise SystemExit(f"\n{printable_lines(error)}") from None
+    except SystemExit as error:  # also of --help and of wrong options, before anything has started
+        if not started or is_own(error, script):
+            raise
+        raise SystemExit(f"\n{printable(describe_exit(error))}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
-    except BrokenPipeError:  # the reader of the output is gone
+    except ReaderGone:
         sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
     except RuntimeError as error:  # raised by torch

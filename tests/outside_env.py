@@ -1,5 +1,7 @@
 """Stand-ins for envs of other packages: the same spaces and return values, without the packages."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 
@@ -194,6 +196,26 @@ class Breaks(Simple):
         return self.see(), float(np.sqrt(1)) if self.steps[0] else int("x"), False, False, {}
 
 
+class Quits(Breaks):
+    """Ends the program after some steps, as if all were well."""
+
+    def step(self, action):
+        self.steps[0] -= 1
+        if not self.steps[0]:
+            sys.exit(0)
+        return self.see(), 1.0, False, False, {}
+
+
+class LosesPipe(Breaks):
+    """Loses the connection to a program of its own after some steps."""
+
+    def step(self, action):
+        self.steps[0] -= 1
+        if not self.steps[0]:
+            raise BrokenPipeError("the simulator is gone")
+        return self.see(), 1.0, False, False, {}
+
+
 class Wide(Simple):
     """Has more observations than the memory holds for a rollout."""
 
@@ -270,7 +292,8 @@ gym.register("VariousEndless-v0", Simple)
 
 for kind in (
     Grid, OnlyText, Endless, Objectives, RewardInArray, OldStep, OldReset, OldResetWithoutSeed, WrongShape, Asserts,
-    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Wide, Stripes,
+    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Quits, LosesPipe,
+    Wide, Stripes,
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)
 gym.register("OneObjective-v0", lambda: FirstReward(Objectives(declared=True)))

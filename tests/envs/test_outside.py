@@ -382,6 +382,39 @@ def test_a_value_error_of_an_env_keeps_its_traceback(monkeypatch, empty_folder):
     assert (folder / "checkpoint.pt").exists()
 
 
+def line_of(**settings):
+    """Return the options of a small run, for a command line."""
+    settings = SMALL | {"hidden_sizes": 4} | settings
+    return [f"{arguments.option(name)}={value}" for name, value in settings.items()]
+
+
+def test_an_env_that_exits_is_an_error_with_its_place(monkeypatch, empty_folder):
+    with pytest.raises(SystemExit) as caught:
+        call(ppo, monkeypatch, *line_of(env_id="outside_env:Quits-v0"))
+    message = str(caught.value.code).strip()
+    assert "outside_env.py, line " in message and "ended the program with sys.exit() (0)" in message
+    assert len(message.splitlines()) == 1
+    (folder,) = ppo.Path("runs").iterdir()
+    assert (folder / "checkpoint.pt").exists()
+
+    # In an evaluation too
+    with pytest.raises(SystemExit, match="ended the program with sys.exit"):
+        call(ppo, monkeypatch, "--evaluate", folder)
+
+
+def test_help_still_ends_without_an_error(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as caught:
+        call(ppo, monkeypatch, "--help")
+    assert caught.value.code in (0, None) and "--env-id" in capsys.readouterr().out
+
+
+def test_a_broken_pipe_of_an_env_keeps_its_traceback(monkeypatch, empty_folder):
+    with pytest.raises(BrokenPipeError, match="the simulator is gone"):
+        call(ppo, monkeypatch, *line_of(env_id="outside_env:LosesPipe-v0"))
+    (folder,) = ppo.Path("runs").iterdir()
+    assert (folder / "checkpoint.pt").exists()
+
+
 def test_only_deliberate_errors_of_the_project_are_messages(tmp_path):
     def caught(function, *args):
         try:
