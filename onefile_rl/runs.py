@@ -113,9 +113,21 @@ def inside(variables):
             yield from ((f"{name}.{i}", x) for i, x in enumerate(value))
 
 
-def is_run(path):
-    """Return whether this is the path of checkpoint.pt in the folder of a run."""
-    return path.name == "checkpoint.pt" and path.with_name("config.json").exists()
+def folder_id(folder):
+    """Return the id of the run that made a folder, or None if its config.json has none, as in an earlier version."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("run") if isinstance(config, dict) else None
+
+
+def is_run(path, state):
+    """Return whether this is checkpoint.pt in the folder of the run that wrote it, and not a copy of another run's."""
+    in_folder = path.name == "checkpoint.pt" and path.with_name("config.json").exists()
+    if not in_folder or path.is_symlink():
+        return False
+    return folder_id(path.parent) in (None, state.get("run"))
 
 
 def is_numbered(name):
@@ -456,7 +468,8 @@ class Run:
 
         packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
         versions = {package: importlib.metadata.version(package) for package in packages}
-        config = {"args": self.given_args, "python": sys.version, "versions": versions}
+        config = {"run": self.run_id, "args": self.given_args}
+        config |= {"python": sys.version, "versions": versions}
         if shutil.which("git"):
             command = ["git", "rev-parse", "HEAD"]
             where = self.script.resolve().parent
@@ -817,7 +830,7 @@ class Run:
         """Restore the checkpoint. Return observations and infos if the envs continue their episodes, else None."""
         path, state = self.resumed = self.latest_checkpoint(*self.resumed)
         self.folder = path.parent
-        in_place = is_run(path)
+        in_place = is_run(path, state)
         if in_place:
             self.lock = Lock(self.folder) if self.leads else None
             if (
@@ -833,6 +846,10 @@ class Run:
                 for file, step in state.get("files", {}).items()
                 if self.is_own_file(file, "checkpoint", *self.large) and isinstance(step, int)
             }
+            if folder_id(self.folder) is None:
+                # The checkpoint may be a copy of another run's: only its large files have the id of their run
+                large = self.large_files.values()
+                self.files = {file: step for file, step in self.files.items() if file in large}
             for file in self.large_files.values():  # "files" is missing in an earlier version
                 self.files.setdefault(file, self.global_step)
             self.checkpoint_step = self.global_step
@@ -916,14 +933,15 @@ class Run:
         """Return the path and the content of checkpoint.pt if it has the same state as the file to resume. best.pt and
         numbered checkpoints do not refer to the large files."""
         latest = path.with_name("checkpoint.pt")
-        if path.name == latest.name or not is_run(latest) or not latest.exists():
+        if path.name == latest.name or not latest.exists():
             return path, state
         try:
             latest_state = load(latest, self.script)[1]
         except ValueError:  # checkpoint.pt is damaged, and this file is not
             return path, state
         same_run = latest_state.get("run") == state.get("run")
-        if same_run and latest_state["global_step"] == state["global_step"]:
+        same_step = latest_state["global_step"] == state["global_step"]
+        if same_run and same_step and is_run(latest, latest_state):
             return latest, latest_state
         return path, state
 
@@ -957,6 +975,8 @@ class Run:
             ) from None
         if not of_this_run:
             print(f"{file} belongs to another run: {name} starts empty", flush=True)
+            self.files.pop(file.name, None)  # it is not removed
+            self.large_files.pop(name, None)
         elif step != self.global_step:
             of = f"{step:,} decisions, and {path.name} of {self.global_step:,}"
             print(f"{file} is of {of}: the run continues with both", flush=True)

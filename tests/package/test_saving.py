@@ -1,6 +1,7 @@
 """What a run writes: seeds that stay valid, files that fail, files of other runs, and numbers that are not finite."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -291,12 +292,20 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_its_buffer(monkeypat
     torch.save(state, folder / "checkpoint.pt")
     buffer = torch.load(folder / "buffer_100.pt", weights_only=True)["state"]
     torch.save(buffer, folder / "buffer_100.pt")
+    forget_id(folder)
     conftest.call(sac, monkeypatch, "--resume", folder, "--trust", "--total-timesteps", 200)
     assert "starts empty" not in capsys.readouterr().out
     assert [path.name for path in folder.glob("buffer*")] == ["buffer_200.pt"]
 
 
 # Files of other runs
+
+
+def forget_id(folder):
+    """Remove the id of the run from its folder, as in an earlier version."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["run"]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def content(folder):
@@ -327,6 +336,40 @@ def test_resuming_an_older_checkpoint_leaves_the_run_as_it_is(monkeypatch, capsy
     assert load(new)["global_step"] == 192
     assert [step for step, _ in curve(new)["losses/policy_loss"]] == [128, 192]
     assert f'"file": "{folder / name}"' in (new / "config.json").read_text()
+
+
+@pytest.mark.parametrize("put", [shutil.copy, os.symlink])
+def test_a_checkpoint_of_another_run_removes_no_files(monkeypatch, capsys, put):
+    """It names the files of its own run, which may have the same names."""
+    folder = train(total_timesteps=128, keep_checkpoints=2)
+    other = train(total_timesteps=128, keep_checkpoints=2, seed=2)
+    (folder / "checkpoint.pt").unlink()
+    put((other / "checkpoint.pt").resolve(), folder / "checkpoint.pt")
+    before = content(folder) | content(other)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 256)
+    assert content(folder) | content(other) == before
+    new = new_run(folder, other)
+    assert f"the run continues in {new}" in capsys.readouterr().out
+    assert load(new)["global_step"] == 256
+
+
+def test_a_link_to_its_own_checkpoint_is_not_replaced(monkeypatch):
+    folder = train(total_timesteps=64)
+    (folder / "checkpoint.pt").rename("elsewhere.pt")
+    (folder / "checkpoint.pt").symlink_to(Path("elsewhere.pt").resolve())
+    before = content(folder)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 128)
+    assert content(folder) == before and load(new_run(folder))["global_step"] == 128
+
+
+def test_a_folder_without_an_id_loses_no_files_of_before(monkeypatch):
+    """A folder of an earlier version: its checkpoint may be that of another run."""
+    folder = train(total_timesteps=128, keep_checkpoints=2)
+    forget_id(folder)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 320)
+    assert only_run() == folder and load(folder)["global_step"] == 320
+    numbers = sorted(int(path.stem.split("_")[1]) for path in folder.glob("checkpoint_*"))
+    assert numbers == [64, 128, 256, 320]
 
 
 def test_resuming_a_file_outside_of_a_run_touches_no_neighbour(monkeypatch):
