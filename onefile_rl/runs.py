@@ -13,6 +13,7 @@ The folder runs/NAME has TensorBoard's events, config.json, a copy of the script
 """
 
 import contextlib
+import errno
 import gc
 import importlib.metadata
 import json
@@ -95,6 +96,7 @@ __all__ = [
 
 WORTH = 5_000  # a compiled update pays off from this many updates on
 END_SECONDS = 60  # how long the end of a run waits for room on the disk
+FREE_SPACE = "free some space"
 REPORT_SECONDS = 60  # between two messages about the same failure
 ended = []  # not empty: the run has ended, and a signal changes nothing any more
 
@@ -172,7 +174,7 @@ class Run:
 
         self.snapshot = None  # the state at the end of the last iteration
         self.saved = None  # the last state that was written to the disk, with all of its files
-        self.failed = {}  # why files of the last checkpoint could not be written, by name
+        self.failed = {}  # why files of the last checkpoint could not be written, by name: text and number
         self.retry_at = 0.0  # when a checkpoint that failed is written again
         self.reported = {}  # when a failure was reported, by what failed
         self.may_be_infinite = set()  # names of kept arrays that are not finite at the start
@@ -182,6 +184,7 @@ class Run:
         self.checkpoint_step = None  # decisions in checkpoint.pt; None if there is no such file
         self.files = {}  # numbered checkpoints and large files that this run wrote: their decisions, by name
         self.large_files = {}  # the last complete file of each large object, by the object's name
+        self.referred = {}  # the large files to which checkpoint.pt on the disk refers, by the object's name
         self.new_best = None  # the best state, until it is in best.pt
         self.writer = None
         self.lock = None
@@ -776,7 +779,7 @@ class Run:
         ):
             self.save_checkpoint()
             if self.failed and not self.finished():
-                again = "free some space; the run continues and tries again"
+                again = f"{self.advice()}; the run continues and tries again"
                 self.report("checkpoint", f"{self.failure()}; {again}")
         if (
             self.leads
@@ -852,6 +855,7 @@ class Run:
                 self.files = {file: step for file, step in self.files.items() if file in large}
             for file in self.large_files.values():  # "files" is missing in an earlier version
                 self.files.setdefault(file, self.global_step)
+            self.referred = dict(self.large_files)
             self.checkpoint_step = self.global_step
             if self.leads:
                 for leftover in self.folder.glob("videos/.*.tmp.*"):  # of a process that was killed
@@ -1052,6 +1056,7 @@ class Run:
         written = self.write_file("checkpoint.pt", self.signed(state | self.on_disk()))
         if written:
             self.checkpoint_step = state["global_step"]
+            self.referred = dict(self.large_files)
         return written
 
     def write_numbered(self, state):
@@ -1060,11 +1065,17 @@ class Run:
             self.files[name] = state["global_step"]
 
     def write_file(self, name, content):
-        """Write a file of the run. Return whether that succeeded."""
+        """Write a file of the run. Return whether that succeeded. If it fails, files that are not needed any more make
+        room for a second attempt."""
         try:
-            save(self.folder / name, content)
+            try:
+                save(self.folder / name, content)
+            except (OSError, RuntimeError):
+                if not self.remove_old_files():
+                    raise
+                save(self.folder / name, content)
         except (OSError, RuntimeError) as error:
-            self.failed[name] = str(error).splitlines()[0]
+            self.failed[name] = (str(error).splitlines()[0], getattr(error, "errno", None))
             return False
         return True
 
@@ -1098,8 +1109,22 @@ class Run:
                 there += f", {name} is in {self.large_files[name]}"
             elif self.checkpoint_step is not None:
                 there += f", {name} is not saved"
-        name, error = next(iter(self.failed.items()))
-        return f"{self.folder}/{name} could not be written ({error}): {there}"
+        name, (reason, _) = next(iter(self.failed.items()))
+        what = f"{self.folder}/{name} could not be written"
+        if name == "checkpoint.pt" and self.checkpoint_step == step:
+            # It has been written, but not a second time, with the names of the files that belong to it
+            added = " and ".join(self.large) or "the list of files"
+            what = f"{added} could not be added to {checkpoint}"
+        return f"{what} ({reason}): {there}"
+
+    def advice(self):
+        """Return what to do about the first file that could not be written."""
+        _, number = next(iter(self.failed.values()))
+        if number == errno.EFBIG:
+            return "raise the limit for the size of a file (ulimit -f)"
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+            return "make the folder writable"
+        return FREE_SPACE
 
     def save_at_the_end(self):
         """Write the last snapshot. Wait for room on the disk, until a signal arrives or END_SECONDS have passed.
@@ -1117,8 +1142,10 @@ class Run:
             if gave_up or left <= 0:
                 resume = f"python {self.script.name} --resume {self.folder}"
                 fix = "train again" if self.checkpoint_step is None else f"resume with {resume}"
-                return f"{self.failure()}; free some space and {fix}"
+                return f"{self.failure()}; {self.advice()} and {fix}"
             how = f"waiting {left:.0f} s for room on the disk, press Ctrl-C to give up"
+            if self.advice() != FREE_SPACE:
+                how = f"{self.advice()}, or press Ctrl-C to give up; trying for {left:.0f} s"
             signals.handle(lambda number, _: gave_up.append(number))
             self.report("end", f"{self.failure()}; {how}", interval=10)
             next_try = time.monotonic() + min(1, left)
@@ -1127,15 +1154,18 @@ class Run:
 
     def remove_old_files(self):
         """Remove numbered checkpoints beyond --keep-checkpoints, and large files that no checkpoint refers to. Only
-        files that this run has written are removed."""
-        large = self.large_files.values()
+        files that this run has written are removed. Return whether there were any."""
+        large = [*self.large_files.values(), *self.referred.values()]
         numbered = sorted((step, name) for name, step in self.files.items() if is_numbered(name))
         old = [name for _, name in numbered[: -self.args.keep_checkpoints]]
         old += [name for name in self.files if not is_numbered(name) and name not in large]
+        removed = False
         for name in old:
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
                 del self.files[name]
+                removed = True
+        return removed
 
     def signed(self, state):
         """Return a checkpoint of plain types with the signature of this machine."""

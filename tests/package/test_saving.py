@@ -274,6 +274,65 @@ def test_a_buffer_that_leaves_no_room_for_the_checkpoint_is_removed(monkeypatch,
     assert checkpoints.load(folder, sac.__file__)[1]["large"] == {"buffer": "buffer_200.pt"}
 
 
+def test_surplus_checkpoints_make_room_on_a_full_disk(monkeypatch, disk):
+    """A third numbered checkpoint leaves no room for the buffer, and --keep-checkpoints is 2."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+
+    def is_full(path):
+        if path.name.startswith("buffer"):
+            return len(list(path.parent.glob("checkpoint_*"))) > 2
+        return False
+
+    disk.is_full = is_full
+    folder = train_sac(total_timesteps=200, keep_checkpoints=2)
+    names = sorted(path.name for path in folder.glob("*_*.pt"))
+    assert names == ["buffer_200.pt", "checkpoint_150.pt", "checkpoint_200.pt"]
+
+
+def test_the_last_good_files_are_never_removed_for_room(monkeypatch, disk):
+    """Not the buffer to which checkpoint.pt refers, while a newer one can't be added to it."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+    seen = []
+
+    def is_full(path):
+        if path.name == "checkpoint.pt" and path.with_name("buffer_150.pt").exists():
+            seen.append(path.with_name("buffer_100.pt").exists())
+            return True
+        return path.name == "buffer_200.pt"
+
+    disk.is_full = is_full
+    with pytest.raises(runs.NotSaved, match="buffer is in buffer_100.pt"):
+        train_sac(total_timesteps=200, keep_checkpoints=2)
+    assert seen and all(seen)
+    names = sorted(path.name for path in only_run().glob("*_*.pt"))
+    assert names == ["buffer_100.pt", "checkpoint_150.pt", "checkpoint_200.pt"]
+
+
+def test_a_buffer_that_can_not_be_added_is_named(monkeypatch, disk):
+    """checkpoint.pt itself has been written: only the buffer is missing."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+    disk.is_full = lambda path: (
+        path.name == "checkpoint.pt" and any(path.parent.glob("buffer_*.pt"))
+    )
+    with pytest.raises(runs.NotSaved) as caught:
+        train_sac(total_timesteps=100)
+    checkpoint = f"{only_run()}/checkpoint.pt"
+    line = (
+        f"buffer could not be added to {checkpoint} ({FULL}): {checkpoint} has 100 of 100 decisions"
+    )
+    assert str(caught.value).startswith(f"{line}, buffer is not saved; free some space")
+
+
+def test_a_file_that_is_too_large_is_not_answered_with_free_space(monkeypatch, disk, capsys):
+    monkeypatch.setitem(globals(), "FULL", OSError(errno.EFBIG, "File too large"))
+    full_from_iteration(monkeypatch, disk, 3)
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, *LINE)
+    assert "raise the limit for the size of a file (ulimit -f) and resume" in caught.value.code
+    out = capsys.readouterr().out
+    assert "ulimit -f" in out and "free some space" not in out and "room on the disk" not in out
+
+
 def test_a_buffer_of_another_run_is_not_used(monkeypatch, capsys):
     monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
     first = train_sac(total_timesteps=100)
