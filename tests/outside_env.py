@@ -119,6 +119,30 @@ class WrongShape(Simple):
         return np.zeros(1, np.float32)
 
 
+class LateSlip(Simple):
+    """Returns something else than gymnasium's API has in its third step: a value of an episode that ends there."""
+
+    def __init__(self, **slip):
+        self.slip = slip
+        self.count = 0
+
+    def step(self, action):
+        self.count += 1
+        values = {"obs": self.see(), "reward": 1.0, "terminated": False, "info": {}}
+        if self.count == 3:
+            values |= {"terminated": "info" in self.slip} | self.slip
+        return values["obs"], values["reward"], values["terminated"], False, values["info"]
+
+
+class LateSlipParts(LateSlip):
+    """The same, with an observation by name."""
+
+    observation_space = gym.spaces.Dict({"vector": Simple.observation_space})
+
+    def see(self):
+        return {"vector": super().see()}
+
+
 class Asserts(Simple):
     """Fails without a message, as a Fetch env does with a version of MuJoCo that it does not support."""
 
@@ -289,6 +313,8 @@ for label, (observation, action) in VARIOUS.items():
     gym.register(f"Various{label}-v0", Various, kwargs=kwargs, max_episode_steps=5)
 gym.register("VariousAutoreset-v0", lambda: gym.wrappers.Autoreset(Simple()), max_episode_steps=5)
 gym.register("VariousEndless-v0", Simple)
+gym.register("LateSlip-v0", LateSlip, disable_env_checker=True)
+gym.register("LateSlipParts-v0", LateSlipParts, disable_env_checker=True)
 
 for kind in (
     Grid, OnlyText, Endless, Objectives, RewardInArray, OldStep, OldReset, OldResetWithoutSeed, WrongShape, Asserts,
