@@ -1,6 +1,7 @@
 """What gymnasium's API expects from an env, and messages for envs that return something else.
 
-Nothing here runs as long as an env keeps to the API, except `check_observation`, once or twice per episode.
+Nothing here runs as long as an env keeps to the API, except `check_observation` and `read_success`, once or twice per
+episode.
 """
 
 import inspect
@@ -83,11 +84,35 @@ def describe(result):
 
 def to_number(env, reward):
     """Return a reward that is not a plain number as one. An array with one element is a number too."""
+    if isinstance(reward, int):
+        raise ValueError(f"{name(env)}: the reward is too large for a float: {ADAPT}")
     array = np.asarray(reward)
     if array.size == 1 and array.dtype.kind in "biuf":
         return array.item()
     fix = ADD_UP if array.size > 1 else ADAPT
     raise ValueError(f"{name(env)}: the reward is {shape(reward)}, expected a number: {fix}")
+
+
+def explain_end(env, terminated, truncated):
+    """Raise an error if `terminated` or `truncated` is not one value."""
+    for what, value in (("terminated", terminated), ("truncated", truncated)):
+        if np.size(value) != 1:
+            described = shape(value)
+            raise ValueError(f"{name(env)}: {what} is {described}, expected True or False: {ADAPT}")
+
+
+def read_success(env, info):
+    """Return whether an episode that ended was a success, or None if its info does not say so."""
+    if not isinstance(info, dict):
+        raise ValueError(f"{name(env)}: the info is {shape(info)}, expected a dict: {ADAPT}")
+    if "is_success" not in info:
+        return None
+    success = info["is_success"]
+    array = np.asarray(success)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        wrong = f"is_success in the info is {shape(success)}"
+        raise ValueError(f"{name(env)}: {wrong}, expected True or False: {ADAPT}")
+    return array.item()
 
 
 def check_reward_space(env):
@@ -106,13 +131,21 @@ def check_observation(env, observation):
     """Raise an error if an observation does not have the shape that its space says."""
     space = env.observation_space
     if isinstance(space, gym.spaces.Dict):  # images and a vector, by name
+        if not isinstance(observation, dict):
+            wrong = f"the observation is {shape(observation)}, its space is a dict"
+            raise ValueError(f"{name(env)}: {wrong}: correct the env's observation_space")
         for key, part in space.spaces.items():
-            check_shape(env, f"observation {key}", np.shape(observation[key]), part.shape)
+            check_shape(env, f"observation {key}", observation.get(key), part.shape)
     else:
-        check_shape(env, "observation", np.shape(observation), space.shape)
+        check_shape(env, "observation", observation, space.shape)
 
 
-def check_shape(env, what, actual, expected):
+def check_shape(env, what, value, expected):
+    if value is None:
+        raise ValueError(
+            f"{name(env)}: the {what} is None, its space has shape {expected}: correct the env's step and reset"
+        )
+    actual = np.shape(value)
     if actual != expected and (actual, expected) != ((), (1,)):  # a plain number is a vector of one
         raise ValueError(
             f"{name(env)}: the {what} has shape {actual}, its space has {expected}: correct the env's observation_space"

@@ -50,6 +50,7 @@ class Group(SyncEnvs):
         super().__init__(envs)
         self.arrays = arrays
         self.names = list(envs[0].observation_space.spaces)
+        self.shapes = [(name, x.shape) for name, x in envs[0].observation_space.spaces.items()]
 
     def _gather(self, observations):
         for i, obs in enumerate(observations):
@@ -58,6 +59,12 @@ class Group(SyncEnvs):
     def _put(self, kind, i, obs):
         for name in self.names:
             self.arrays[f"{kind}.{name}"][i] = obs[name]
+
+    def _differs(self, obs):
+        """Return whether a part of an observation may have another shape than its space."""
+        if not isinstance(obs, dict):
+            return True
+        return any(getattr(obs.get(name), "shape", None) != shape for name, shape in self.shapes)
 
     def _equals_last(self, i, observation):
         for name in self.names:
@@ -84,15 +91,20 @@ class Group(SyncEnvs):
                 raise
             try:
                 rewards[i] = reward
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 rewards[i] = contract.to_number(env, reward)
-            if first:
+            try:
+                terminated[i] = term
+                truncated[i] = trunc
+            except (TypeError, ValueError):
+                contract.explain_end(env, term, trunc)
+                raise
+            if self._differs(obs):
                 contract.check_observation(env, obs)
-            terminated[i] = term
-            truncated[i] = trunc
             if term or trunc:
                 self._put("final", i, obs)
-                success[i] = info.get("is_success", -1)
+                succeeded = contract.read_success(env, info)
+                success[i] = -1 if succeeded is None else succeeded
                 obs = self._next_episode(i)
             elif len(episode.actions) < MAX_REPLAY_STEPS:
                 episode.actions.append(actions[i].copy())

@@ -74,7 +74,8 @@ class SyncEnvs:
 
     def step(self, actions):
         n = self.num_envs
-        obs = np.empty((n, *self.single_observation_space.shape), np.float32)
+        shape = self.single_observation_space.shape
+        obs = np.empty((n, *shape), np.float32)
         rewards = np.empty(n)
         terminated = np.empty(n, bool)
         truncated = np.empty(n, bool)
@@ -92,20 +93,25 @@ class SyncEnvs:
                 raise
             try:
                 rewards[i] = reward
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 rewards[i] = contract.to_number(env, reward)
-            if first:
+            try:
+                terminated[i] = term
+                truncated[i] = trunc
+            except (TypeError, ValueError):
+                contract.explain_end(env, term, trunc)
+                raise
+            if getattr(observation, "shape", None) != shape:  # numpy would copy one number into all
                 contract.check_observation(env, observation)
             if term or trunc:
                 infos.setdefault("final_obs", {})[i] = np.asarray(observation, np.float32)
-                if "is_success" in info:
-                    infos.setdefault("is_success", {})[i] = info["is_success"]
+                success = contract.read_success(env, info)
+                if success is not None:
+                    infos.setdefault("is_success", {})[i] = success
                 observation = self._next_episode(i)
             elif len(episode.actions) < MAX_REPLAY_STEPS:
                 episode.actions.append(actions[i].copy())
             obs[i] = observation
-            terminated[i] = term
-            truncated[i] = trunc
         self.last_obs = obs
 
         # The test of find_invalid, without the call

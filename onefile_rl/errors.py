@@ -9,17 +9,37 @@ OWN_FILES = (ROOT / "unity_vec_env.py", ROOT / "godot_vec_env.py")
 RAISE = dis.opmap["RAISE_VARARGS"]
 
 
+def raised_at(error):
+    """Return the innermost entry of an exception's traceback: where it was raised."""
+    traceback = error.__traceback__
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def is_own(error, script):
+    """Return whether an exception was raised in a file of this project or in the script."""
+    file = Path(raised_at(error).tb_frame.f_code.co_filename).resolve()
+    own = file in (*OWN_FILES, Path(script).resolve())
+    return own or any(folder in file.parents for folder in OWN_FOLDERS)
+
+
 def is_message(error, script):
     """Return whether an exception was raised by a `raise` statement of this project or of the script.
 
     Its text is then all that the user needs. Any other exception, for example the ValueError of math.sqrt(-1) in an
     env, needs its traceback.
     """
-    traceback = error.__traceback__
-    while traceback.tb_next:
-        traceback = traceback.tb_next
+    traceback = raised_at(error)
     code = traceback.tb_frame.f_code
-    file = Path(code.co_filename).resolve()
-    own = file in (*OWN_FILES, Path(script).resolve())
-    own = own or any(folder in file.parents for folder in OWN_FOLDERS)
-    return own and code.co_code[traceback.tb_lasti] == RAISE
+    return is_own(error, script) and code.co_code[traceback.tb_lasti] == RAISE
+
+
+def describe_exit(error):
+    """Return a line about a SystemExit of other code, for example of sys.exit() in an env: a run that ends this way is
+    not complete, whatever the exit code says."""
+    traceback = raised_at(error)
+    place = f"{traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno}"
+    reason = str(error).split("\n")[0]
+    given = f" ({reason})" if reason else ""
+    return f"{place} ended the program with sys.exit(){given}: raise an error there instead, or end the episode"

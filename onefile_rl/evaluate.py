@@ -234,6 +234,8 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
         except OSError as error:
             raise ValueError(f"{video} could not be written: {error}") from None
         print(f"Wrote {video}")
+    if not len(results[0]):
+        raise ValueError(f"{path}: no episode ended: give a larger --eval-steps")
 
 
 def summary(args, returns, lengths, successes, returns_so_far, lengths_so_far):

@@ -13,6 +13,7 @@ The folder runs/NAME has TensorBoard's events, config.json, a copy of the script
 """
 
 import contextlib
+import errno
 import gc
 import importlib.metadata
 import json
@@ -75,7 +76,7 @@ from onefile_rl.checkpoints import (
 from onefile_rl.engines import waits
 from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
-from onefile_rl.errors import is_message
+from onefile_rl.errors import describe_exit, is_message, is_own
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -96,6 +97,7 @@ __all__ = [
 
 WORTH = 5_000  # a compiled update pays off from this many updates on
 END_SECONDS = 60  # how long the end of a run waits for room on the disk
+FREE_SPACE = "free some space"
 REPORT_SECONDS = 60  # between two messages about the same failure
 ended = []  # not empty: the run has ended, and a signal changes nothing any more
 
@@ -114,9 +116,21 @@ def inside(variables):
             yield from ((f"{name}.{i}", x) for i, x in enumerate(value))
 
 
-def is_run(path):
-    """Return whether this is the path of checkpoint.pt in the folder of a run."""
-    return path.name == "checkpoint.pt" and path.with_name("config.json").exists()
+def folder_id(folder):
+    """Return the id of the run that made a folder, or None if its config.json has none, as in an earlier version."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("run") if isinstance(config, dict) else None
+
+
+def is_run(path, state):
+    """Return whether this is checkpoint.pt in the folder of the run that wrote it, and not a copy of another run's."""
+    in_folder = path.name == "checkpoint.pt" and path.with_name("config.json").exists()
+    if not in_folder or path.is_symlink():
+        return False
+    return folder_id(path.parent) in (None, state.get("run"))
 
 
 def is_numbered(name):
@@ -161,7 +175,7 @@ class Run:
 
         self.snapshot = None  # the state at the end of the last iteration
         self.saved = None  # the last state that was written to the disk, with all of its files
-        self.failed = {}  # why files of the last checkpoint could not be written, by name
+        self.failed = {}  # why files of the last checkpoint could not be written, by name: text and number
         self.retry_at = 0.0  # when a checkpoint that failed is written again
         self.reported = {}  # when a failure was reported, by what failed
         self.may_be_infinite = set()  # names of kept arrays that are not finite at the start
@@ -171,6 +185,7 @@ class Run:
         self.checkpoint_step = None  # decisions in checkpoint.pt; None if there is no such file
         self.files = {}  # numbered checkpoints and large files that this run wrote: their decisions, by name
         self.large_files = {}  # the last complete file of each large object, by the object's name
+        self.referred = {}  # the large files to which checkpoint.pt on the disk refers, by the object's name
         self.new_best = None  # the best state, until it is in best.pt
         self.writer = None
         self.lock = None
@@ -230,6 +245,8 @@ class Run:
         if distributed.SIZE == 1:  # the other ranks would wait for a rank that does not finish
             waits.note_stop()
         signals.handle(self.stop_at_once)
+        if sys.__stdout__ is None:  # file 1 may be any other file
+            return
         with contextlib.suppress(OSError):  # not print(), which may have been interrupted
             os.write(
                 1,
@@ -455,7 +472,8 @@ class Run:
 
         packages = ("torch", "numpy", "gymnasium", "mujoco", "mlagents-envs")
         versions = {package: importlib.metadata.version(package) for package in packages}
-        config = {"args": self.given_args, "python": sys.version, "versions": versions}
+        config = {"run": self.run_id, "args": self.given_args}
+        config |= {"python": sys.version, "versions": versions}
         if shutil.which("git"):
             command = ["git", "rev-parse", "HEAD"]
             where = self.script.resolve().parent
@@ -762,7 +780,7 @@ class Run:
         ):
             self.save_checkpoint()
             if self.failed and not self.finished():
-                again = "free some space; the run continues and tries again"
+                again = f"{self.advice()}; the run continues and tries again"
                 self.report("checkpoint", f"{self.failure()}; {again}")
         if (
             self.leads
@@ -816,7 +834,7 @@ class Run:
         """Restore the checkpoint. Return observations and infos if the envs continue their episodes, else None."""
         path, state = self.resumed = self.latest_checkpoint(*self.resumed)
         self.folder = path.parent
-        in_place = is_run(path)
+        in_place = is_run(path, state)
         if in_place:
             self.lock = Lock(self.folder) if self.leads else None
             if (
@@ -832,8 +850,13 @@ class Run:
                 for file, step in state.get("files", {}).items()
                 if self.is_own_file(file, "checkpoint", *self.large) and isinstance(step, int)
             }
+            if folder_id(self.folder) is None:
+                # The checkpoint may be a copy of another run's: only its large files have the id of their run
+                large = self.large_files.values()
+                self.files = {file: step for file, step in self.files.items() if file in large}
             for file in self.large_files.values():  # "files" is missing in an earlier version
                 self.files.setdefault(file, self.global_step)
+            self.referred = dict(self.large_files)
             self.checkpoint_step = self.global_step
             if self.leads:
                 for leftover in self.folder.glob("videos/.*.tmp.*"):  # of a process that was killed
@@ -915,17 +938,15 @@ class Run:
         """Return the path and the content of checkpoint.pt if it has the same state as the file to resume. best.pt and
         numbered checkpoints do not refer to the large files."""
         latest = path.with_name("checkpoint.pt")
-        if path.name == latest.name or not is_run(latest) or not latest.exists():
+        if path.name == latest.name or not latest.exists():
             return path, state
         try:
             latest_state = load(latest, self.script)[1]
         except ValueError:  # checkpoint.pt is damaged, and this file is not
             return path, state
-        same = all(
-            latest_state.get(name) == state.get(name)
-            for name in ("run", "global_step", "changed_args")
-        )
-        return (latest, latest_state) if same else (path, state)
+        names = ("run", "global_step", "changed_args")
+        same = all(latest_state.get(name) == state.get(name) for name in names)
+        return (latest, latest_state) if same and is_run(latest, latest_state) else (path, state)
 
     def is_own_file(self, file, *names):
         """Return whether a checkpoint may name this file: it can't name files in other folders, for example."""
@@ -957,6 +978,8 @@ class Run:
             ) from None
         if not of_this_run:
             print(f"{file} belongs to another run: {name} starts empty", flush=True)
+            self.files.pop(file.name, None)  # it is not removed
+            self.large_files.pop(name, None)
         elif step != self.global_step:
             of = f"{step:,} decisions, and {path.name} of {self.global_step:,}"
             print(f"{file} is of {of}: the run continues with both", flush=True)
@@ -1032,6 +1055,7 @@ class Run:
         written = self.write_file("checkpoint.pt", self.signed(state | self.on_disk()))
         if written:
             self.checkpoint_step = state["global_step"]
+            self.referred = dict(self.large_files)
         return written
 
     def write_numbered(self, state):
@@ -1040,11 +1064,17 @@ class Run:
             self.files[name] = state["global_step"]
 
     def write_file(self, name, content):
-        """Write a file of the run. Return whether that succeeded."""
+        """Write a file of the run. Return whether that succeeded. If it fails, files that are not needed any more make
+        room for a second attempt."""
         try:
-            save(self.folder / name, content)
+            try:
+                save(self.folder / name, content)
+            except (OSError, RuntimeError):
+                if not self.remove_old_files():
+                    raise
+                save(self.folder / name, content)
         except (OSError, RuntimeError) as error:
-            self.failed[name] = str(error).splitlines()[0]
+            self.failed[name] = (str(error).splitlines()[0], getattr(error, "errno", None))
             return False
         return True
 
@@ -1078,8 +1108,22 @@ class Run:
                 there += f", {name} is in {self.large_files[name]}"
             elif self.checkpoint_step is not None:
                 there += f", {name} is not saved"
-        name, error = next(iter(self.failed.items()))
-        return f"{self.folder}/{name} could not be written ({error}): {there}"
+        name, (reason, _) = next(iter(self.failed.items()))
+        what = f"{self.folder}/{name} could not be written"
+        if name == "checkpoint.pt" and self.checkpoint_step == step:
+            # It has been written, but not a second time, with the names of the files that belong to it
+            added = " and ".join(self.large) or "the list of files"
+            what = f"{added} could not be added to {checkpoint}"
+        return f"{what} ({reason}): {there}"
+
+    def advice(self):
+        """Return what to do about the first file that could not be written."""
+        _, number = next(iter(self.failed.values()))
+        if number == errno.EFBIG:
+            return "raise the limit for the size of a file (ulimit -f)"
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+            return "make the folder writable"
+        return FREE_SPACE
 
     def save_at_the_end(self):
         """Write the last snapshot. Wait for room on the disk, until a signal arrives or END_SECONDS have passed.
@@ -1097,8 +1141,10 @@ class Run:
             if gave_up or left <= 0:
                 resume = f"python {self.script.name} --resume {self.folder}"
                 fix = "train again" if self.checkpoint_step is None else f"resume with {resume}"
-                return f"{self.failure()}; free some space and {fix}"
+                return f"{self.failure()}; {self.advice()} and {fix}"
             how = f"waiting {left:.0f} s for room on the disk, press Ctrl-C to give up"
+            if self.advice() != FREE_SPACE:
+                how = f"{self.advice()}, or press Ctrl-C to give up; trying for {left:.0f} s"
             signals.handle(lambda number, _: gave_up.append(number))
             self.report("end", f"{self.failure()}; {how}", interval=10)
             next_try = time.monotonic() + min(1, left)
@@ -1107,15 +1153,18 @@ class Run:
 
     def remove_old_files(self):
         """Remove numbered checkpoints beyond --keep-checkpoints, and large files that no checkpoint refers to. Only
-        files that this run has written are removed."""
-        large = self.large_files.values()
+        files that this run has written are removed. Return whether there were any."""
+        large = [*self.large_files.values(), *self.referred.values()]
         numbered = sorted((step, name) for name, step in self.files.items() if is_numbered(name))
         old = [name for _, name in numbered[: -self.args.keep_checkpoints]]
         old += [name for name in self.files if not is_numbered(name) and name not in large]
+        removed = False
         for name in old:
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
                 del self.files[name]
+                removed = True
+        return removed
 
     def signed(self, state):
         """Return a checkpoint of plain types with the signature of this machine."""
@@ -1132,6 +1181,10 @@ class Run:
             if self.global_step == 0 and not isinstance(error, OSError):
                 raise
             print(f"\n{path} could not be recorded: {error}", flush=True)
+
+
+class ReaderGone(BrokenPipeError):
+    """The reader of the standard output is gone. A BrokenPipeError of an env is none of these."""
 
 
 class Output:
@@ -1151,8 +1204,8 @@ class Output:
     def attempt(self, function, *args):
         try:
             function(*args)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            raise ReaderGone(*error.args) from None
         except OSError:
             pass
 
@@ -1200,9 +1253,11 @@ def main(
     if distributed.RANK:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
     sys.stdout = Output(sys.stdout)
+    started = False
     try:
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
+        started = True
         fast.Acting.allowed = args.fast
         interrupted = None
         if args.evaluate is None and args.export is None:
@@ -1240,9 +1295,13 @@ def main(
         if not is_message(error, script):
             raise
         raise SystemExit(f"\n{printable_lines(error)}") from None
+    except SystemExit as error:  # also of --help and of wrong options, before anything has started
+        if not started or is_own(error, script):
+            raise
+        raise SystemExit(f"\n{printable(describe_exit(error))}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\n{distributed.failures[0]}" if distributed.failures else 130) from None
-    except BrokenPipeError:  # the reader of the output is gone
+    except ReaderGone:
         sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
     except RuntimeError as error:  # raised by torch

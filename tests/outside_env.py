@@ -1,5 +1,7 @@
 """Stand-ins for envs of other packages: the same spaces and return values, without the packages."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 
@@ -117,6 +119,30 @@ class WrongShape(Simple):
         return np.zeros(1, np.float32)
 
 
+class LateSlip(Simple):
+    """Returns something else than gymnasium's API has in its third step: a value of an episode that ends there."""
+
+    def __init__(self, **slip):
+        self.slip = slip
+        self.count = 0
+
+    def step(self, action):
+        self.count += 1
+        values = {"obs": self.see(), "reward": 1.0, "terminated": False, "info": {}}
+        if self.count == 3:
+            values |= {"terminated": "info" in self.slip} | self.slip
+        return values["obs"], values["reward"], values["terminated"], False, values["info"]
+
+
+class LateSlipParts(LateSlip):
+    """The same, with an observation by name."""
+
+    observation_space = gym.spaces.Dict({"vector": Simple.observation_space})
+
+    def see(self):
+        return {"vector": super().see()}
+
+
 class Asserts(Simple):
     """Fails without a message, as a Fetch env does with a version of MuJoCo that it does not support."""
 
@@ -194,6 +220,26 @@ class Breaks(Simple):
         return self.see(), float(np.sqrt(1)) if self.steps[0] else int("x"), False, False, {}
 
 
+class Quits(Breaks):
+    """Ends the program after some steps, as if all were well."""
+
+    def step(self, action):
+        self.steps[0] -= 1
+        if not self.steps[0]:
+            sys.exit(0)
+        return self.see(), 1.0, False, False, {}
+
+
+class LosesPipe(Breaks):
+    """Loses the connection to a program of its own after some steps."""
+
+    def step(self, action):
+        self.steps[0] -= 1
+        if not self.steps[0]:
+            raise BrokenPipeError("the simulator is gone")
+        return self.see(), 1.0, False, False, {}
+
+
 class Wide(Simple):
     """Has more observations than the memory holds for a rollout."""
 
@@ -267,10 +313,13 @@ for label, (observation, action) in VARIOUS.items():
     gym.register(f"Various{label}-v0", Various, kwargs=kwargs, max_episode_steps=5)
 gym.register("VariousAutoreset-v0", lambda: gym.wrappers.Autoreset(Simple()), max_episode_steps=5)
 gym.register("VariousEndless-v0", Simple)
+gym.register("LateSlip-v0", LateSlip, disable_env_checker=True)
+gym.register("LateSlipParts-v0", LateSlipParts, disable_env_checker=True)
 
 for kind in (
     Grid, OnlyText, Endless, Objectives, RewardInArray, OldStep, OldReset, OldResetWithoutSeed, WrongShape, Asserts,
-    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Wide, Stripes,
+    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Quits, LosesPipe,
+    Wide, Stripes,
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)
 gym.register("OneObjective-v0", lambda: FirstReward(Objectives(declared=True)))

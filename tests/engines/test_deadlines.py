@@ -96,7 +96,8 @@ def test_the_result_says_how_many_episodes_have_ended(tmp_path, monkeypatch, cap
     )
     folder = train(ppo, small, env_id="parity_env:Parity-v0")
     capsys.readouterr()
-    call(ppo, monkeypatch, "--evaluate", folder, "--eval-episodes", 3, "--eval-steps", 2)
+    with pytest.raises(SystemExit, match="no episode ended: give a larger --eval-steps"):
+        call(ppo, monkeypatch, "--evaluate", folder, "--eval-episodes", 3, "--eval-steps", 2)
     out = capsys.readouterr().out
     assert "0 episodes; 3 of 3 episodes are missing: 1 agents did not end an episode within" in out
     assert "--eval-steps 2 steps, with a return" in out

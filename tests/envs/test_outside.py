@@ -15,6 +15,7 @@ import ppo_discrete_multiagent as ppo_discrete
 import ppo_pixel
 from envs import make, pixels
 from envs.make import make_env
+from envs.pixel_workers import Group
 from envs.pixel_wrappers import make_pixel_env, resize
 from envs.pixels import PixelEnvs
 from envs.sync import SyncEnvs
@@ -202,6 +203,46 @@ def test_an_env_of_another_api_is_refused_with_what_it_returned(env_id, match):
     assert f"{env_id}: {match}" in refused(play, env_id)
 
 
+@pytest.mark.parametrize(
+    ("slip", "match"),
+    [
+        ({"obs": np.zeros(1, np.float32)}, "the observation has shape (1,), its space has (2,)"),
+        ({"obs": 0.5}, "the observation has shape (), its space has (2,)"),
+        ({"obs": None}, "the observation is None, its space has shape (2,)"),
+        ({"reward": 10**400}, "the reward is too large for a float"),
+        (
+            {"terminated": np.array([True, False])},
+            "terminated is ndarray of shape (2,), expected True or False",
+        ),
+        ({"info": None}, "the info is NoneType, expected a dict"),
+        ({"info": {"is_success": None}}, "is_success in the info is NoneType, expected True"),
+        ({"info": {"is_success": "yes"}}, "is_success in the info is str, expected True or False"),
+    ],
+)
+def test_a_wrong_value_within_an_episode_is_refused_too(slip, match):
+    assert f"LateSlip-v0: {match}" in refused(play, "LateSlip-v0", **slip)
+
+
+@pytest.mark.parametrize(
+    ("obs", "match"),
+    [
+        ({"vector": np.zeros(1, np.float32)}, "the observation vector has shape (1,), its space"),
+        ({}, "the observation vector is None, its space has shape (2,)"),
+        (None, "the observation is NoneType, its space is a dict"),
+    ],
+)
+def test_a_wrong_part_of_an_observation_within_an_episode_is_refused(obs, match):
+    """As in SyncEnvs, where observations have several parts."""
+    env = gym.make("outside_env:LateSlipParts-v0", obs=obs)
+    numbers = {"obs.vector": (1, 2), "final.vector": (1, 2), "actions": (1, 1), "rewards": 1}
+    flags = {"terminated": 1, "truncated": 1, "success": 1}
+    group = Group([env], {name: np.zeros(size) for name, size in (numbers | flags).items()})
+    group.reset(seed=1)
+    group.step()
+    group.step()
+    assert match in refused(group.step)
+
+
 def test_several_rewards_are_refused_before_a_run_starts():
     """MO-Gymnasium's envs declare their rewards."""
     message = refused(make_env, "outside_env:Objectives-v0", declared=True)
@@ -378,6 +419,39 @@ def test_a_value_error_of_an_env_keeps_its_traceback(monkeypatch, empty_folder):
         call(ppo, monkeypatch, "--env-id", "outside_env:Breaks-v0", *args)
     files = [entry.path.name for entry in caught.traceback]
     assert files[-1] == "outside_env.py"
+    (folder,) = ppo.Path("runs").iterdir()
+    assert (folder / "checkpoint.pt").exists()
+
+
+def line_of(**settings):
+    """Return the options of a small run, for a command line."""
+    settings = SMALL | {"hidden_sizes": 4} | settings
+    return [f"{arguments.option(name)}={value}" for name, value in settings.items()]
+
+
+def test_an_env_that_exits_is_an_error_with_its_place(monkeypatch, empty_folder):
+    with pytest.raises(SystemExit) as caught:
+        call(ppo, monkeypatch, *line_of(env_id="outside_env:Quits-v0"))
+    message = str(caught.value.code).strip()
+    assert "outside_env.py, line " in message and "ended the program with sys.exit() (0)" in message
+    assert len(message.splitlines()) == 1
+    (folder,) = ppo.Path("runs").iterdir()
+    assert (folder / "checkpoint.pt").exists()
+
+    # In an evaluation too
+    with pytest.raises(SystemExit, match="ended the program with sys.exit"):
+        call(ppo, monkeypatch, "--evaluate", folder)
+
+
+def test_help_still_ends_without_an_error(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as caught:
+        call(ppo, monkeypatch, "--help")
+    assert caught.value.code in (0, None) and "--env-id" in capsys.readouterr().out
+
+
+def test_a_broken_pipe_of_an_env_keeps_its_traceback(monkeypatch, empty_folder):
+    with pytest.raises(BrokenPipeError, match="the simulator is gone"):
+        call(ppo, monkeypatch, *line_of(env_id="outside_env:LosesPipe-v0"))
     (folder,) = ppo.Path("runs").iterdir()
     assert (folder / "checkpoint.pt").exists()
 

@@ -574,6 +574,16 @@ def test_a_closed_stdout_saves_a_checkpoint():
     assert load(folder)["global_step"] >= 256
 
 
+def test_a_run_without_stdout_and_stderr_works():
+    """As with `>&- 2>&-`."""
+    line = [sys.executable, ppo.__file__, *map(str, LINE), "--total-timesteps", "256"]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *line]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    assert subprocess.run(closed, env=environment, timeout=300).returncode == 0
+    (folder,) = Path("runs").iterdir()
+    assert load(folder)["global_step"] == 256
+
+
 def test_a_failure_between_two_iterations_saves_the_last_one(monkeypatch):
     """A worker that died during the update, and a stdout that is closed when the progress is printed."""
     for error, name in ((EngineError("a worker died"), "state"), (BrokenPipeError(), "show")):

@@ -1,6 +1,7 @@
 """What a run writes: seeds that stay valid, files that fail, files of other runs, and numbers that are not finite."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -273,6 +274,65 @@ def test_a_buffer_that_leaves_no_room_for_the_checkpoint_is_removed(monkeypatch,
     assert checkpoints.load(folder, sac.__file__)[1]["large"] == {"buffer": "buffer_200.pt"}
 
 
+def test_surplus_checkpoints_make_room_on_a_full_disk(monkeypatch, disk):
+    """A third numbered checkpoint leaves no room for the buffer, and --keep-checkpoints is 2."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+
+    def is_full(path):
+        if path.name.startswith("buffer"):
+            return len(list(path.parent.glob("checkpoint_*"))) > 2
+        return False
+
+    disk.is_full = is_full
+    folder = train_sac(total_timesteps=200, keep_checkpoints=2)
+    names = sorted(path.name for path in folder.glob("*_*.pt"))
+    assert names == ["buffer_200.pt", "checkpoint_150.pt", "checkpoint_200.pt"]
+
+
+def test_the_last_good_files_are_never_removed_for_room(monkeypatch, disk):
+    """Not the buffer to which checkpoint.pt refers, while a newer one can't be added to it."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+    seen = []
+
+    def is_full(path):
+        if path.name == "checkpoint.pt" and path.with_name("buffer_150.pt").exists():
+            seen.append(path.with_name("buffer_100.pt").exists())
+            return True
+        return path.name == "buffer_200.pt"
+
+    disk.is_full = is_full
+    with pytest.raises(runs.NotSaved, match="buffer is in buffer_100.pt"):
+        train_sac(total_timesteps=200, keep_checkpoints=2)
+    assert seen and all(seen)
+    names = sorted(path.name for path in only_run().glob("*_*.pt"))
+    assert names == ["buffer_100.pt", "checkpoint_150.pt", "checkpoint_200.pt"]
+
+
+def test_a_buffer_that_can_not_be_added_is_named(monkeypatch, disk):
+    """checkpoint.pt itself has been written: only the buffer is missing."""
+    monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
+    disk.is_full = lambda path: (
+        path.name == "checkpoint.pt" and any(path.parent.glob("buffer_*.pt"))
+    )
+    with pytest.raises(runs.NotSaved) as caught:
+        train_sac(total_timesteps=100)
+    checkpoint = f"{only_run()}/checkpoint.pt"
+    line = (
+        f"buffer could not be added to {checkpoint} ({FULL}): {checkpoint} has 100 of 100 decisions"
+    )
+    assert str(caught.value).startswith(f"{line}, buffer is not saved; free some space")
+
+
+def test_a_file_that_is_too_large_is_not_answered_with_free_space(monkeypatch, disk, capsys):
+    monkeypatch.setitem(globals(), "FULL", OSError(errno.EFBIG, "File too large"))
+    full_from_iteration(monkeypatch, disk, 3)
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, *LINE)
+    assert "raise the limit for the size of a file (ulimit -f) and resume" in caught.value.code
+    out = capsys.readouterr().out
+    assert "ulimit -f" in out and "free some space" not in out and "room on the disk" not in out
+
+
 def test_a_buffer_of_another_run_is_not_used(monkeypatch, capsys):
     monkeypatch.setattr(sac, "LOG_INTERVAL", 50)
     first = train_sac(total_timesteps=100)
@@ -291,12 +351,20 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_its_buffer(monkeypat
     torch.save(state, folder / "checkpoint.pt")
     buffer = torch.load(folder / "buffer_100.pt", weights_only=True)["state"]
     torch.save(buffer, folder / "buffer_100.pt")
+    forget_id(folder)
     conftest.call(sac, monkeypatch, "--resume", folder, "--trust", "--total-timesteps", 200)
     assert "starts empty" not in capsys.readouterr().out
     assert [path.name for path in folder.glob("buffer*")] == ["buffer_200.pt"]
 
 
 # Files of other runs
+
+
+def forget_id(folder):
+    """Remove the id of the run from its folder, as in an earlier version."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["run"]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def content(folder):
@@ -327,6 +395,40 @@ def test_resuming_an_older_checkpoint_leaves_the_run_as_it_is(monkeypatch, capsy
     assert load(new)["global_step"] == 192
     assert [step for step, _ in curve(new)["losses/policy_loss"]] == [128, 192]
     assert f'"file": "{folder / name}"' in (new / "config.json").read_text()
+
+
+@pytest.mark.parametrize("put", [shutil.copy, os.symlink])
+def test_a_checkpoint_of_another_run_removes_no_files(monkeypatch, capsys, put):
+    """It names the files of its own run, which may have the same names."""
+    folder = train(total_timesteps=128, keep_checkpoints=2)
+    other = train(total_timesteps=128, keep_checkpoints=2, seed=2)
+    (folder / "checkpoint.pt").unlink()
+    put((other / "checkpoint.pt").resolve(), folder / "checkpoint.pt")
+    before = content(folder) | content(other)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 256)
+    assert content(folder) | content(other) == before
+    new = new_run(folder, other)
+    assert f"the run continues in {new}" in capsys.readouterr().out
+    assert load(new)["global_step"] == 256
+
+
+def test_a_link_to_its_own_checkpoint_is_not_replaced(monkeypatch):
+    folder = train(total_timesteps=64)
+    (folder / "checkpoint.pt").rename("elsewhere.pt")
+    (folder / "checkpoint.pt").symlink_to(Path("elsewhere.pt").resolve())
+    before = content(folder)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 128)
+    assert content(folder) == before and load(new_run(folder))["global_step"] == 128
+
+
+def test_a_folder_without_an_id_loses_no_files_of_before(monkeypatch):
+    """A folder of an earlier version: its checkpoint may be that of another run."""
+    folder = train(total_timesteps=128, keep_checkpoints=2)
+    forget_id(folder)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 320)
+    assert only_run() == folder and load(folder)["global_step"] == 320
+    numbers = sorted(int(path.stem.split("_")[1]) for path in folder.glob("checkpoint_*"))
+    assert numbers == [64, 128, 256, 320]
 
 
 def test_resuming_a_file_outside_of_a_run_touches_no_neighbour(monkeypatch):
