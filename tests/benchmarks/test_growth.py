@@ -25,6 +25,7 @@ def test_agents_has_a_row_for_each_number_of_agents(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_exchange_times_one_number_and_a_gradient(tmp_path):
     out = run(tmp_path, "exchange", "--rounds", 1)
     assert out.returncode == 0, out.stderr

@@ -120,20 +120,24 @@ def test_a_run_that_lies_about_what_it_saved_is_reported(lie, tmp_path):
     assert re.search(found, out), out
 
 
-def assert_one_event(out, code, incident):
+def assert_survived(out, code, incident):
+    """A fast machine may have time for more than one such incident."""
     assert code == 0 and "Lost: nothing" in out and "Left over: nothing" in out, out
-    assert events(out)[incident] == [1, 1, 0, 0, 0], out
+    number, survived, lost, left_over, skipped = events(out)[incident]
+    assert number == survived > 0 and lost == left_over == skipped == 0, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "what"), [("pixel", "worker"), ("actors", "actor")])
 def test_a_stopped_process_is_noticed(run, what):
     code, out = torture("--runs", run, "--only", f"{what} stopped")
-    assert_one_event(out, code, f"{what} stopped")
+    assert_survived(out, code, f"{what} stopped")
 
 
+@pytest.mark.slow
 def test_two_torchrun_jobs_in_one_folder_resume_their_own_runs():
     code, out = torture("--runs", "torchrun", "--only", "ranks of two jobs killed")
-    assert_one_event(out, code, "ranks of two jobs killed")
+    assert_survived(out, code, "ranks of two jobs killed")
 
 
 def test_a_job_that_resumes_another_run_is_reported(monkeypatch, tmp_path):
@@ -157,11 +161,12 @@ def test_a_job_that_resumes_another_run_is_reported(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind"), [("unity", "bits flipped"), ("godot", "wrong numbers")]
+    ("engine", "kind"),
+    [pytest.param("unity", "bits flipped", marks=pytest.mark.slow), ("godot", "wrong numbers")],
 )
 def test_damaged_messages_end_a_run_with_one_line_or_restart_the_player(engine, kind):
     code, out = torture("--runs", f"{engine} messages", "--only", kind, "--damaged-runs", "4")
-    assert_one_event(out, code, kind)
+    assert_survived(out, code, kind)
 
 
 def test_a_traceback_of_a_damaged_message_is_reported(monkeypatch, tmp_path):

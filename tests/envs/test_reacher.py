@@ -460,6 +460,7 @@ def success_rate(name, seed, num_envs, steps):
     )[2].mean()
 
 
+@pytest.mark.slow
 def test_eight_envs_learn_what_one_env_learns(monkeypatch, tmp_path):
     """With the same number of steps, the success rate is the same within the spread of seeds. In this easy variant 5 cm
     is a success; benchmarks/reacher.py has the long one."""

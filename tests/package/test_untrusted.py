@@ -435,7 +435,10 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("part", range(4))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("part", [0, 1, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_a_malformed_checkpoint_is_one_line_or_works(part, monkeypatch, capsys, tmp_path):
     """Each entry of a real checkpoint is deleted or changed."""
     folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
