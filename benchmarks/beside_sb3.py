@@ -722,7 +722,7 @@ def verdict(rows, rounding, hints, num_steps, tolerance):
 # Each section has names of the script, then lines of SB3: a class and its methods, or a function
 # with the lines at which its excerpt begins and ends.
 PPO_PAGE = """
-## Networks: layer_init mlp nature impala ResidualBlock Agent
+## Networks: layer_init mlp nature simple impala ResidualBlock Agent
 common.torch_layers.MlpExtractor __init__
 common.policies.ActorCriticPolicy _build forward evaluate_actions
 ## Normalization: Normalizer
@@ -873,6 +873,9 @@ def load(path):
     if hasattr(module, "Memory"):
         reason = "docs/lstm.md compares it with RecurrentPPO"
         raise ValueError(f"{path} has a recurrent policy, and SB3's PPO has none: {reason}")
+    if is_sac and "tau" not in module.Args.__annotations__:
+        reason = "docs/crossq.md compares it with sb3-contrib's CrossQ"
+        raise ValueError(f"{path} has no target networks, and SB3's SAC has them: {reason}")
     if is_sac:
         return module, "SAC"
     return module, "pixels" if "images" in inspect.getsource(module.Agent) else "PPO"

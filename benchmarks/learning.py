@@ -6,6 +6,8 @@ run.py makes all curves of the docs with this program, plots.py draws them.
     python benchmarks/learning.py my_ppo.py --env-id HalfCheetah-v5 --seeds 1 2 3 --jobs 2 --out my_results
     python benchmarks/learning.py sb3-ppo --env-id HalfCheetah-v5 --seeds 1
     python benchmarks/learning.py sb3-sac --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py sb3-crossq --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py sb3-tqc --env-id HalfCheetah-v5 --seeds 1
     python benchmarks/learning.py ppo_pixel.py --env-id Reacher-v5 --seeds 1 2 3 --from-pixels --num-workers 2
     python benchmarks/learning.py sb3-ppo-pixel --env-id Reacher-v5 --seeds 1 2 3 --from-pixels
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
@@ -17,9 +19,12 @@ All other arguments are passed on to the script. It compiles its update if the r
 --no-compile prevents this.
 
 A curve is saved as benchmarks/results/ENV.SCRIPT.SEED.csv, with --from-pixels as
-ENV-pixels.SCRIPT.SEED.csv. Its columns are decisions, mean return and mean length of the episodes
-that ended in an iteration, their success rate if the env reports it, and seconds of wall time since
-the start of training. The table at the end has the mean over the last tenth of each run.
+ENV-pixels.SCRIPT.SEED.csv. ENV is the id without its module, with - for slashes. The columns are
+decisions, mean return and mean length of the episodes that ended in an iteration, their success
+rate if the env reports it, seconds of wall time since the start of training, and CPU seconds of the
+run's processes.
+
+The table at the end has the mean over the last tenth of each run.
 """
 
 import argparse
@@ -43,10 +48,19 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from onefile_rl.cpu_time import CpuClock  # noqa: E402
 from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-COLUMNS = ("decisions", "return", "length", "success", "seconds")  # the last two are optional
+COLUMNS = (
+    "decisions",
+    "return",
+    "length",
+    "success",
+    "seconds",
+    "cpu_seconds",
+)  # the last three are optional
+CPU_TAG = "charts/cpu_seconds"
 NO_EPISODE = "no episode ended in this run, so there is no curve: give more --total-timesteps"
 
 
@@ -61,8 +75,8 @@ starting = threading.Lock()
 stopping = threading.Event()  # set: do not start any more runs
 
 
-def call(command, **kwargs):
-    """Run a process and return its exit code.
+def launch(command, **kwargs):
+    """Start a process and return it.
 
     The process has its own session. Ctrl-C is then sent to this program only, which ends its
     processes.
@@ -72,6 +86,12 @@ def call(command, **kwargs):
             raise Failed("stopped")
         process = subprocess.Popen(command, start_new_session=True, **kwargs)
         running.add(process)
+    return process
+
+
+def call(command, **kwargs):
+    """Run a process and return its exit code."""
+    process = launch(command, **kwargs)
     try:
         process.wait()
     except KeyboardInterrupt:
@@ -85,14 +105,19 @@ def call(command, **kwargs):
 
 
 def end_runs(patience=10):
-    """End all runs, and start no others.
+    """End all runs, and start no others."""
+    stopping.set()
+    with starting:
+        processes = list(running)
+    end(processes, patience)
+
+
+def end(processes, patience=10):
+    """End processes that launch() has started.
 
     A script closes its players at once when it is terminated twice. After `patience` seconds the
     script and its children are killed.
     """
-    stopping.set()
-    with starting:
-        processes = list(running)
     for seconds in (0.5, patience, 0):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -121,10 +146,22 @@ def last_line(text):
     if lines[-1].startswith("╰"):  # in a box the error comes first, then hints
         box = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
         return lines[box + 1].strip("│ ")
+    rules = [i for i, line in enumerate(lines) if re.fullmatch("-{20,}", line)]
+    if rules and "--help" in lines[-1]:  # a box in ASCII
+        return lines[rules[0] + 1]
     return lines[-1]
 
 
 # Runs of scripts
+
+
+def script_environment(jobs):
+    """Return the environment variables of a script, of which `jobs` run at a time."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if jobs > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment
 
 
 def run_script(script, seed, args, more):
@@ -132,14 +169,11 @@ def run_script(script, seed, args, more):
 
     The run is kept in args.out, if that is given.
     """
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    if args.jobs > 1:
-        environment["OMP_NUM_THREADS"] = "1"
+    environment = script_environment(args.jobs)
     command = [sys.executable, str(script), "--env-id", args.env_id, "--seed", str(seed), *more]
 
     # The folder of the run is the new one with this name: runs of other envs may start meanwhile
-    env = re.sub(r"[^\w.+-]+", "-", args.env_id.split(":")[-1])
+    env = file_name(args.env_id)
     exp_name = more[more.index("--exp-name") + 1] if "--exp-name" in more else script.stem
     name = f"runs/{env}__{exp_name}__{seed}__*"
     with tempfile.TemporaryDirectory() as temporary:
@@ -163,13 +197,17 @@ def run_script(script, seed, args, more):
         return read_events(runs[0]), evaluate(script, runs[0], seed, args, environment)
 
 
+def evaluation_command(script, run, seed, episodes):
+    command = [sys.executable, str(script), "--evaluate", str(run.resolve())]
+    return [*command, "--eval-episodes", str(episodes), "--seed", str(seed + 1000)]
+
+
 def evaluate(script, run, seed, args, environment):
     """Evaluate the saved policy with args.evaluate episodes. Return the result, or the error: a
     curve is kept even if the evaluation fails."""
     if not args.evaluate:
         return ""
-    command = [sys.executable, str(script), "--evaluate", str(run.resolve())]
-    command += ["--eval-episodes", str(args.evaluate), "--seed", str(seed + 1000)]
+    command = evaluation_command(script, run, seed, args.evaluate)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         code = call(command, cwd=run, env=environment, stdout=out, stderr=err)
         file = err if code else out
@@ -197,7 +235,18 @@ def read_events(folder):
             curve[name] = np.array([point.value for point in events.Scalars(tag)])
     times = np.array([point.wall_time for point in points])
     curve["seconds"] = since_start(times, events.FirstEventTimestamp(), folder)
+    if CPU_TAG in logged:  # runs of older versions don't have it
+        points = events.Scalars(CPU_TAG)
+        total = sum_of_starts(np.array([point.value for point in points]))
+        curve["cpu_seconds"] = np.interp(times, [point.wall_time for point in points], total)
     return curve
+
+
+def sum_of_starts(seconds):
+    """Return the CPU seconds since the first start of a run. In a resumed run they have been counted
+    from 0 again."""
+    gained = np.diff(seconds, prepend=0)
+    return np.cumsum(np.where(gained < 0, seconds, gained))
 
 
 def since_start(times, first, folder):
@@ -234,13 +283,22 @@ def run_sb3_in_process(seed, args, more):
     return read_csv(csv_of(seed, args, more)), ""
 
 
+# Our scripts whose settings SB3 gets; those of sb3-ppo depend on the env
+PEERS = {
+    "sb3-sac": "sac_continuous",
+    "sb3-tqc": "sac_continuous",
+    "sb3-crossq": "crossq_continuous",
+    "sb3-ppo-pixel": "ppo_pixel",
+}
+
+
 def peer_settings(what, env_id, more):
     """Return the arguments that our script would have with these options. SB3 does not compile."""
     sys.path.insert(0, str(ROOT))
     import gymnasium as gym
     import tyro
 
-    name = {"sb3-sac": "sac_continuous", "sb3-ppo-pixel": "ppo_pixel"}.get(what)
+    name = PEERS.get(what)
     if name is None:
         continuous = isinstance(gym.make(env_id).action_space, gym.spaces.Box)
         name = "ppo_continuous_multiagent" if continuous else "ppo_discrete_multiagent"
@@ -250,13 +308,17 @@ def peer_settings(what, env_id, more):
     return tyro.cli(script.Args, default=preset, args=more)
 
 
-def make_sb3_sac(args, seed):
+def make_sb3_off_policy(what, args, seed):
+    """Return SB3's SAC, or CrossQ or TQC of sb3-contrib."""
     import torch
+    from sb3_contrib import TQC, CrossQ
     from stable_baselines3 import SAC
     from stable_baselines3.common.env_util import make_vec_env
 
     torch.set_num_threads(1)
-    return SAC(
+    algorithm = {"sb3-sac": SAC, "sb3-tqc": TQC, "sb3-crossq": CrossQ}[what]
+    own = {"policy_delay": args.policy_frequency} if what == "sb3-crossq" else {"tau": args.tau}
+    return algorithm(
         "MlpPolicy",
         make_vec_env(args.env_id, 1, seed=seed),
         learning_rate=args.learning_rate,
@@ -264,10 +326,10 @@ def make_sb3_sac(args, seed):
         buffer_size=args.buffer_size,
         learning_starts=args.learning_starts,
         batch_size=args.batch_size,
-        tau=args.tau,
         policy_kwargs=dict(net_arch=list(args.hidden_sizes)),
         seed=seed,
         device="cpu",
+        **own,
     )
 
 
@@ -334,14 +396,15 @@ def run_sb3(what, env_id, seed, more):
     from stable_baselines3.common.callbacks import BaseCallback
 
     args = peer_settings(what, env_id, more)
-    if what == "sb3-sac":
-        model = make_sb3_sac(args, seed)
+    if what in ("sb3-sac", "sb3-tqc", "sb3-crossq"):
+        model = make_sb3_off_policy(what, args, seed)
         interval = 1000
     else:
         model = make_sb3_ppo(args, seed, from_images=what == "sb3-ppo-pixel")
         interval = args.num_steps * args.num_envs
     rows = []
     start = time.time()
+    cpu_clock = CpuClock()
 
     class Log(BaseCallback):
         """Add a point to the curve every `interval` decisions in which episodes ended."""
@@ -356,7 +419,8 @@ def run_sb3(what, env_id, seed, more):
                 mean_return = np.mean([episode["r"] for episode in self.episodes])
                 mean_length = np.mean([episode["l"] for episode in self.episodes])
                 seconds = time.time() - start
-                rows.append((self.num_timesteps, mean_return, mean_length, seconds))
+                cpu_seconds = cpu_clock.seconds()
+                rows.append((self.num_timesteps, mean_return, mean_length, seconds, cpu_seconds))
                 self.episodes = []
                 if len(rows) % 20 == 0:
                     line = f"{self.num_timesteps:,} steps, return {mean_return:.1f}"
@@ -367,7 +431,8 @@ def run_sb3(what, env_id, seed, more):
     if not rows:
         raise Failed(NO_EPISODE)
     columns = np.array(rows, float).T
-    return dict(zip(("decisions", "return", "length", "seconds"), columns, strict=True))
+    names = [name for name in COLUMNS if name != "success"]
+    return dict(zip(names, columns, strict=True))
 
 
 # Curves
@@ -378,9 +443,14 @@ def last_tenth(curve, column="return"):
     return curve[column][curve["decisions"] > 0.9 * curve["decisions"][-1]].mean()
 
 
+def file_name(env_id):
+    """Return the part of an env id that names its files: without module, and without slashes."""
+    return re.sub(r"[^\w.+-]+", "-", env_id.split(":")[-1])
+
+
 def csv_of(seed, args, more):
     """Return the path of a run's curve."""
-    env = f"{args.env_id}-pixels" if "--from-pixels" in more else args.env_id
+    env = file_name(args.env_id) + ("-pixels" if "--from-pixels" in more else "")
     label = args.label or Path(args.what).stem
     return (args.out or RESULTS) / f"{env}.{label}.{seed}.csv"
 
@@ -489,7 +559,8 @@ def main():
     )
     parser.add_argument(
         "what",
-        help="a script, a changed copy of one, sb3-ppo, sb3-sac, sb3-ppo-pixel, or plot",
+        help="a script, a changed copy of one, sb3-ppo, sb3-sac, sb3-crossq, sb3-tqc, "
+        "sb3-ppo-pixel, or plot",
     )
     parser.add_argument("--env-id", help="the environment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="the seeds of the runs")
@@ -550,6 +621,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # The runs have their own sessions and would continue without this program
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:

@@ -10,10 +10,14 @@ is made from TensorBoard's events and the last checkpoint, also while the run is
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
-import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from onefile_rl.engines import files
 
 NAMES = ("k1", "k2", "epsilon")
 PAIRS = ((0, 1), (0, 2), (1, 2))
@@ -26,11 +30,9 @@ def read(folder):
 
     path = folder / "checkpoint.pt"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise SystemExit(f"{path}: there is no such checkpoint") from None
-    except Exception:
-        raise SystemExit(f"{path} is not a checkpoint, or is incomplete") from None
+        state = files.read(path)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if "history" not in state.get("kept", {}).get("bandit", {}):
         raise SystemExit(f"{path} has no bandit: give a run of lbc_discrete.py")
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()

@@ -3,16 +3,27 @@
     python benchmarks/plots.py                                    the curves in benchmarks/results
     python benchmarks/plots.py --out benchmarks/results/quick     the curves in another folder
     python benchmarks/plots.py CartPole-v1 Acrobot-v1             only these envs, without tables.md
+    python benchmarks/plots.py --compare ppo_continuous_multiagent sb3-ppo
+    python benchmarks/plots.py Hopper-v5 Walker2d-v5 --compare my_ppo sb3-ppo --out my_results
 
-A picture is named ENV.png. The curves of SAC and of the bandit, which are shorter, have their own
-pictures, ENV.sac.png and ENV.lbc.png. A picture shows the mean of all seeds, their range, and each
-seed as a thin line, over decisions and over wall time. A point is the mean over the 2 % of the
-decisions before it. There is no mean of all seeds if one of them was stopped early. Old curves
-without a column `seconds` are not drawn over wall time, and their names are printed.
+A picture is named ENV.png. The curves of SAC and CrossQ and of the bandit, which are shorter, have
+their own pictures, ENV.sac.png and ENV.lbc.png. A picture shows each seed as a thin line, the interquartile
+mean of all seeds and its 95 % bootstrap interval, over decisions and over time: CPU time if the
+curves have it, otherwise wall time. A point is the mean over the 2 % of the decisions before it.
+There is no mean of all seeds if one of them was stopped early. Old curves without a column
+`seconds` are not drawn over time, and their names are printed.
 
 tables.md, which is printed too, has a row for each script and env: the mean over the last tenth of
-the decisions of each seed, the decisions at which the goal was first reached, the success rate, and
-the evaluation of the saved policies, if run.py has made one.
+the decisions of each seed, their interquartile mean with its interval, the probability of
+improvement over SB3, the decisions at which the goal was first reached, the success rate, and the
+evaluation of the saved policies, if run.py has made one.
+
+--compare compares scripts over all envs in which each of them has curves, or over the envs given.
+The last script is the baseline. compare.SCRIPTS.png has the interquartile means, the probability of
+improvement over the baseline, the performance profiles, and the interquartile mean over decisions
+and over time. With several envs, returns are normalized in each env: 0 is the mean of the first
+points of all curves, 1 the interquartile mean of the best script. If runs have different lengths,
+their ends are compared at the number of decisions that all of them have.
 """
 
 import argparse
@@ -20,6 +31,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import aggregate
 import numpy as np
 from learning import RESULTS, accept_any_encoding, last_tenth, read_csv
 
@@ -65,9 +77,11 @@ GOALS = {
     "Reacher6Dof-v0": ("success", 0.95, 5),
     "ReacherPlane-v0": ("success", 0.95, 5),
 }
-FAMILIES = ("sac", "lbc")  # these have separate pictures
+FAMILIES = {"sac": ("sac", "crossq", "tqc"), "lbc": ("lbc",)}  # these have separate pictures
 SMOOTH = 0.02  # the share of the decisions over which a curve is smoothed
-POINTS = 400  # points of the mean of all seeds
+POINTS = 200  # points of the mean of all seeds
+OUR_RUNS = ("sb3-settings",)  # our script with SB3's settings; other labels sb3-... are SB3
+TIMES = {"cpu_seconds": "CPU time", "seconds": "wall time"}
 HEADER = (
     "env",
     "script",
@@ -75,24 +89,29 @@ HEADER = (
     "decisions",
     "over the last tenth",
     "mean ± std",
+    "IQM (95 %)",
+    "better than SB3 (95 %)",
     "first at the goal",
     "goal",
     "success",
     "evaluated",
+    "evaluated IQM (95 %)",
     "seconds",
+    "CPU seconds",
 )
 
 
 def read_all(folder, envs=()):
     """Return all curves of a folder: by picture, then by script, then by seed."""
     curves = defaultdict(lambda: defaultdict(dict))
-    for path in sorted(folder.glob("*.csv")):
+    by_number = lambda path: (path.stem.rsplit(".", 1)[0], len(path.stem), path.stem)
+    for path in sorted(folder.glob("*.csv"), key=by_number):
         env, script, seed = path.stem.rsplit(".", 2)
         if envs and env not in envs:
             continue
         picture = env
-        for family in FAMILIES:
-            if family in script:
+        for family, names in FAMILIES.items():
+            if any(name in script for name in names):
                 picture = f"{env}.{family}"
         try:
             curves[picture][script][int(seed)] = read_csv(path)
@@ -127,8 +146,22 @@ def have_equal_length(curves):
     return min(ends) > 0.9 * max(ends)
 
 
+def on_grid(lines):
+    """Return POINTS places from the last of the starts to the first of the ends of the lines, and
+    the values of all lines there: an array of points x lines."""
+    grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), POINTS)
+    return grid, np.array([np.interp(grid, x, y) for x, y in lines]).T
+
+
+def draw_interval(axes, x, tasks, color, label=None):
+    """Draw the interquartile mean of curves and its interval."""
+    low, high = aggregate.bootstrap_interval(aggregate.interquartile_mean, tasks)
+    axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
+    axes.plot(x, aggregate.interquartile_mean(tasks), color=color, lw=1.8, label=label)
+
+
 def draw_curves(axes, column, scripts):
-    """Draw the curves of all scripts over `column`, which is "decisions" or "seconds"."""
+    """Draw the curves of all scripts over `column`: decisions, seconds or cpu_seconds."""
     for k, (script, seeds) in enumerate(sorted(scripts.items())):
         color = f"C{k % 10}"  # the same in both panels
         lines = [(curve[column], smoothed(curve)) for curve in seeds.values() if column in curve]
@@ -139,24 +172,28 @@ def draw_curves(axes, column, scripts):
         has_mean = len(lines) > 1 and have_equal_length(seeds.values())
         label = f"{script}, {len(lines)} seeds" if len(lines) > 1 else f"{script}, 1 seed"
         width = 0.7 if has_mean else 1.3
-        alpha = 0.55 if has_mean else 0.9
+        alpha = min(0.55, 3 / len(lines)) if has_mean else 0.9
         for x, y in lines:
             axes.plot(x, y, color=color, lw=width, alpha=alpha, label=label)
             label = None
-        if not has_mean:
-            continue
+        if has_mean:
+            grid, values = on_grid(lines)
+            draw_interval(axes, grid, [values], color)
 
-        # Mean and range of the seeds
-        first = max(x[0] for x, _ in lines)
-        last = min(x[-1] for x, _ in lines)
-        grid = np.linspace(first, last, POINTS)
-        values = np.array([np.interp(grid, x, y) for x, y in lines])
-        axes.fill_between(grid, values.min(0), values.max(0), color=color, alpha=0.15, lw=0)
-        axes.plot(grid, values.mean(0), color=color, lw=1.8)
+
+def time_column(curves):
+    """Return the column of the time that curves are drawn over, or None: CPU time if each curve with
+    a time has it, otherwise wall time."""
+    timed = [curve for curve in curves if "seconds" in curve]
+    if not timed:
+        return None
+    return "cpu_seconds" if all("cpu_seconds" in curve for curve in timed) else "seconds"
 
 
 def format_decisions(x):
-    return f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k"
+    if x >= 1e6:
+        return f"{x / 1e6:g}M"
+    return f"{x / 1e3:g}k" if x else "0"
 
 
 def unit_of(seconds):
@@ -167,18 +204,28 @@ def unit_of(seconds):
     return 1, "seconds"
 
 
+def set_time_axis(axes, column, longest):
+    """Label the axis of a time of up to `longest` seconds."""
+    from matplotlib.ticker import MaxNLocator
+
+    unit, name = unit_of(longest)
+    axes.set(xlabel=f"{TIMES[column]}, {name}")
+    axes.set_xticks([tick * unit for tick in MaxNLocator(7).tick_values(0, longest / unit)])
+    axes.set_xlim(0, 1.03 * longest)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / unit:g}")
+
+
 def draw(picture, scripts):
-    """Return a figure: the curves over decisions, and over wall time if it is known."""
+    """Return a figure: the curves over decisions, and over time if it is known."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
 
     curves = [curve for seeds in scripts.values() for curve in seeds.values()]
-    longest = max((curve["seconds"][-1] for curve in curves if "seconds" in curve), default=None)
-    columns = ["decisions"] if longest is None else ["decisions", "seconds"]
+    time = time_column(curves)
+    columns = ["decisions", time] if time else ["decisions"]
     figure, grid = plt.subplots(
         1,
         len(columns),
@@ -201,13 +248,8 @@ def draw(picture, scripts):
     axes = panels["decisions"]
     axes.set(xlabel="decisions", ylabel="return of training episodes")
     axes.xaxis.set_major_formatter(lambda x, _: format_decisions(x))
-    if longest is not None:
-        unit, name = unit_of(longest)
-        axes = panels["seconds"]
-        axes.set(xlabel=f"wall time, {name}")
-        axes.set_xticks([tick * unit for tick in MaxNLocator(7).tick_values(0, longest / unit)])
-        axes.set_xlim(0, 1.03 * longest)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x / unit:g}")
+    if time:
+        set_time_axis(panels[time], time, max(curve[time][-1] for curve in curves if time in curve))
 
     # Title and legend. The legend is below the axes, where it hides no curve
     figure.suptitle(env_of(picture))
@@ -243,6 +285,10 @@ def number(x):
     return f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 
+def share(x):
+    return f"{x:.2f}"
+
+
 def describe_goal(env):
     column, value, iterations = GOALS[env]
     text = f"{value:.0%} success" if column == "success" else f"{value:g}"
@@ -251,53 +297,285 @@ def describe_goal(env):
     return text
 
 
-def evaluated(folder, env, script, seed):
-    """Return the success rate or the return from the evaluation that run.py has saved, or ""."""
+def evaluation(folder, env, script, seed):
+    """Return the evaluation that run.py has saved as a match: return, its spread, success rate or
+    None. Return None without an evaluation."""
     path = folder / f"{env}.{script}.{seed}.txt"
     if not path.exists():
-        return ""
-    pattern = r"return (\S+ (?:±|\+-) [^\s,;]+).*?(?:success (\S+))?$"
-    found = re.search(pattern, path.read_text().strip())
-    return (found[2] or found[1]) if found else ""
+        return None
+    pattern = r"return (\S+) ((?:±|\+-) [^\s,;]+).*?(?:success (\S+))?$"
+    return re.search(pattern, path.read_text().strip())
 
 
-def row(env, script, by_seed, folder):
-    """Return the cells of a script's row by column. `by_seed` has its curves."""
+def with_interval(statistic, *groups, text=number):
+    """Return a statistic and its 95 % interval as text."""
+    low, high = aggregate.bootstrap_interval(statistic, *groups)
+    return f"{text(statistic(*groups))} ({text(low)} to {text(high)})"
+
+
+def ends(by_seed):
+    """Return the means over the last tenth of the curves of all seeds."""
+    return np.array([last_tenth(curve) for curve in by_seed.values()])
+
+
+def row(env, script, scripts, folder):
+    """Return the cells of a script's row by column. `scripts` has the curves of this env by script
+    and by seed."""
+    by_seed = scripts[script]
     curves = list(by_seed.values())
-    ends = [last_tenth(curve) for curve in curves]
     totals = sorted(int(curve["decisions"][-1]) for curve in curves)
     cells = {
         "env": env,
         "script": script,
         "seeds": ", ".join(map(str, by_seed)),
         "decisions": " to ".join(f"{x:,}" for x in dict.fromkeys((totals[0], totals[-1]))),
-        "over the last tenth": ", ".join(map(number, ends)),
+        "over the last tenth": ", ".join(map(number, ends(by_seed))),
     }
     if len(curves) > 1 and have_equal_length(curves):
-        cells["mean ± std"] = f"{number(np.mean(ends))} ± {number(np.std(ends))}"
+        scores = ends(by_seed)
+        cells["mean ± std"] = f"{number(np.mean(scores))} ± {number(np.std(scores))}"
+        cells["IQM (95 %)"] = with_interval(aggregate.interquartile_mean, [scores])
+        cells["better than SB3 (95 %)"] = better_than_sb3(script, scripts)
     if env in GOALS and all(GOALS[env][0] in curve for curve in curves):
         first = [first_at(curve, *GOALS[env]) for curve in curves]
         cells["first at the goal"] = ", ".join(f"{at:,}" if at else "never" for at in first)
         cells["goal"] = describe_goal(env)
     rates = [last_tenth(curve, "success") for curve in curves if "success" in curve]
-    evaluations = [evaluated(folder, env, script, seed) for seed in by_seed]
-    seconds = [curve["seconds"][-1] for curve in curves if "seconds" in curve]
     cells["success"] = ", ".join(f"{rate:.1%}" for rate in rates)
-    cells["evaluated"] = ", ".join(filter(None, evaluations))
-    cells["seconds"] = ", ".join(f"{x:,.0f}" for x in seconds)
+
+    evaluations = [evaluation(folder, env, script, seed) for seed in by_seed]
+    evaluations = [found for found in evaluations if found]
+    cells["evaluated"] = ", ".join(found[3] or f"{found[1]} {found[2]}" for found in evaluations)
+    if len(evaluations) > 1 and len(evaluations) == len(curves):
+        scores = np.array([float(found[1]) for found in evaluations])
+        cells["evaluated IQM (95 %)"] = with_interval(aggregate.interquartile_mean, [scores])
+
+    for column, title in (("seconds", "seconds"), ("cpu_seconds", "CPU seconds")):
+        times = [curve[column][-1] for curve in curves if column in curve]
+        cells[title] = ", ".join(f"{x:,.0f}" for x in times)
     return cells
+
+
+def is_sb3(script):
+    return script.startswith("sb3-") and script not in OUR_RUNS
+
+
+def better_than_sb3(script, scripts):
+    """Return the probability of improvement over each algorithm of SB3 that has several runs of the
+    same length, as text."""
+    if is_sb3(script):
+        return ""
+    texts = []
+    for other in filter(is_sb3, sorted(scripts)):
+        runs = [*scripts[script].values(), *scripts[other].values()]
+        if len(scripts[other]) > 1 and have_equal_length(runs):
+            groups = ([ends(scripts[script])], [ends(scripts[other])])
+            improvement = aggregate.probability_of_improvement
+            texts.append(f"{other}: {with_interval(improvement, *groups, text=share)}")
+    return ", ".join(texts)
 
 
 def table(curves, folder):
     """Return a Markdown table with a row for each script of each env, without empty columns."""
     rows = []
     for picture, scripts in sorted(curves.items()):
-        for script, by_seed in sorted(scripts.items()):
-            rows.append(row(env_of(picture), script, by_seed, folder))
+        for script in sorted(scripts):
+            rows.append(row(env_of(picture), script, scripts, folder))
     names = [name for name in HEADER if any(cells.get(name) for cells in rows)]
     lines = [names, ["---"] * len(names)]
     lines += [[cells.get(name, "") for name in names] for cells in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# Comparison of scripts over several envs
+
+
+def by_env(curves, names, envs):
+    """Return the curves of the named scripts: by env, then by script, then by seed. Only envs in
+    which each script has curves are returned."""
+    found = defaultdict(dict)
+    for picture, scripts in curves.items():
+        for name in names:
+            if name in scripts:
+                found[env_of(picture)][name] = scripts[name]
+    known = {name for scripts in found.values() for name in scripts}
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"--compare {name}: there are no curves with this name")
+    for env in envs:
+        for name in names:
+            if name not in found[env]:
+                raise SystemExit(f"{env} has no curves of {name}: run it first, or leave {env} out")
+    common = {env: scripts for env, scripts in found.items() if len(scripts) == len(names)}
+    if not common:
+        raise SystemExit(f"--compare {' '.join(names)}: no env has curves of all of them")
+    return common
+
+
+def cut(curve, end):
+    """Return the part of a curve with at most `end` decisions."""
+    kept = curve["decisions"] <= end
+    return {column: values[kept] for column, values in curve.items()}
+
+
+def scale(env, scripts, is_alone):
+    """Return the returns of an env that become 0 and 1. A single env keeps its returns.
+
+    0 is the mean of the first points of all curves, 1 the interquartile mean of the best script.
+    """
+    if is_alone:
+        return 0, 1
+    runs = [curve for by_seed in scripts.values() for curve in by_seed.values()]
+    low = np.mean([curve["return"][0] for curve in runs])
+    high = max(aggregate.interquartile_mean([ends(by_seed)]) for by_seed in scripts.values())
+    if high <= low:
+        raise SystemExit(f"{env}: no script has learned anything there, name the other envs")
+    return low, high
+
+
+def comparison(found, names):
+    """Return, by script, the scores at the end and the lines of all curves, normalized: the scores as
+    a list with an array per env, the lines by column and env."""
+    scores = {name: [] for name in names}
+    lines = {name: defaultdict(list) for name in names}
+    for env, scripts in found.items():
+        runs = [curve for by_seed in scripts.values() for curve in by_seed.values()]
+        end = min(curve["decisions"][-1] for curve in runs)
+        if not have_equal_length(runs):
+            print(f"{env}: not all runs have the same length, compared at {end:,.0f} decisions")
+        same = {}
+        for name, by_seed in scripts.items():
+            same[name] = {seed: cut(curve, end) for seed, curve in by_seed.items()}
+        low, high = scale(env, same, len(found) == 1)
+        for name in names:
+            scores[name].append(aggregate.normalized(ends(same[name]), low, high))
+            for column in ("decisions", *TIMES):
+                part = same if column == "decisions" else scripts
+                timed = [curve for curve in part[name].values() if column in curve]
+                if len(timed) == len(part[name]):
+                    smooth = [aggregate.normalized(smoothed(curve), low, high) for curve in timed]
+                    x = [curve[column] for curve in timed]
+                    lines[name][column].append(list(zip(x, smooth, strict=True)))
+    return scores, lines
+
+
+def draw_efficiency(axes, column, lines, colors):
+    """Draw the interquartile mean of each script over `column`, in the range that all its runs have.
+    Return the largest value of the column."""
+    longest = 0
+    for name, by_column in lines.items():
+        runs = [line for task in by_column[column] for line in task]
+        grid, values = on_grid(runs)
+        sizes = [len(task) for task in by_column[column]]
+        tasks = np.split(values, np.cumsum(sizes)[:-1], axis=-1)
+        draw_interval(axes, grid, tasks, colors[name], name)
+        longest = max(longest, grid[-1])
+    axes.grid(alpha=0.3)
+    return longest
+
+
+def draw_points(axes, names, groups_of, statistic, colors):
+    """Draw a statistic of each script as a point with its interval. groups_of(name) returns the
+    scores that the statistic needs."""
+    for k, name in enumerate(names):
+        groups = groups_of(name)
+        low, high = aggregate.bootstrap_interval(statistic, *groups)
+        axes.plot([low, high], [k, k], color=colors[name], lw=6, alpha=0.3, solid_capstyle="butt")
+        axes.plot(statistic(*groups), k, "o", color=colors[name])
+    axes.set_yticks([])  # the legend has the names
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(alpha=0.3, axis="x")
+
+
+def draw_comparison(found, names, scores, lines):
+    """Return a figure that compares the named scripts. The last one is the baseline. `scores` and
+    `lines` are those of comparison()."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {name: f"C{k % 10}" for k, name in enumerate(names)}
+    kind = "return" if len(found) == 1 else "normalized return"
+    timed = []
+    for column in TIMES:
+        if all(len(lines[name][column]) == len(found) for name in names):
+            timed.append(column)
+    below = ["decisions"] * 3 + ["time"] * 3 if timed else ["decisions"] * 6
+    figure, axes = plt.subplot_mosaic(
+        [["iqm"] * 2 + ["improvement"] * 2 + ["profile"] * 2, below],
+        figsize=(11.5, 6.5),
+        dpi=110,
+        layout="constrained",
+    )
+
+    # At the end
+    iqm = aggregate.interquartile_mean
+    draw_points(axes["iqm"], names, lambda name: [scores[name]], iqm, colors)
+    axes["iqm"].set(title=f"interquartile mean, {kind}")
+    baseline = names[-1]
+    improvement = aggregate.probability_of_improvement
+    pair = lambda name: [scores[name], scores[baseline]]
+    draw_points(axes["improvement"], names[:-1], pair, improvement, colors)
+    axes["improvement"].set(
+        title=f"probability of improvement\nover {baseline}", xlim=(-0.03, 1.03)
+    )
+    axes["improvement"].axvline(0.5, color="black", ls=":", lw=1.2)
+
+    # Profiles
+    every = np.concatenate([task for tasks in scores.values() for task in tasks])
+    margin = 0.05 * (np.ptp(every) or 1)
+    thresholds = np.linspace(every.min() - margin, every.max() + margin, POINTS)
+    for name in names:
+        profile = lambda tasks: aggregate.performance_profile(tasks, thresholds)
+        low, high = aggregate.bootstrap_interval(profile, scores[name])
+        axes["profile"].fill_between(thresholds, low, high, color=colors[name], alpha=0.15, lw=0)
+        axes["profile"].plot(thresholds, profile(scores[name]), color=colors[name], lw=1.8)
+    axes["profile"].set(title="share of runs above", xlabel=kind, ylim=(-0.03, 1.03))
+    axes["profile"].grid(alpha=0.3)
+
+    # Sample efficiency
+    draw_efficiency(axes["decisions"], "decisions", lines, colors)
+    axes["decisions"].set(xlabel="decisions", ylabel=f"interquartile mean, {kind}")
+    axes["decisions"].set_xlim(left=0)
+    axes["decisions"].xaxis.set_major_formatter(lambda x, _: format_decisions(x))
+    if timed:
+        longest = draw_efficiency(axes["time"], timed[0], lines, colors)
+        set_time_axis(axes["time"], timed[0], longest)
+
+    seeds = []
+    for name in names:
+        counts = sorted({len(scripts[name]) for scripts in found.values()})
+        seeds.append(f"{name}: {' to '.join(map(str, counts))} seeds")
+    handles, labels = axes["decisions"].get_legend_handles_labels()
+    figure.legend(handles, seeds, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.suptitle(", ".join(found))
+    return figure
+
+
+def compare(folder, names, envs=()):
+    """Compare the named scripts over all envs that they have in common, or over the given ones."""
+    import matplotlib.pyplot as plt
+
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise SystemExit("--compare: give two or more different names of curves")
+    found = by_env(read_all(folder, envs), names, envs)
+    scores, lines = comparison(found, names)
+    figure = draw_comparison(found, names, scores, lines)
+    path = folder / f"compare.{'.'.join(names)}.png"
+    figure.savefig(path)
+    plt.close(figure)
+
+    iqm = aggregate.interquartile_mean
+    improvement = aggregate.probability_of_improvement
+    print(f"{', '.join(found)}: interquartile mean (95 %), probability of improvement (95 %)")
+    for name in names:
+        line = f"{name:28} {with_interval(iqm, scores[name])}"
+        if name != names[-1]:
+            better = with_interval(improvement, scores[name], scores[names[-1]], text=share)
+            line += f"   better than {names[-1]}: {better}"
+        print(line)
+    print(f"Wrote {path}")
 
 
 def draw_all(folder, envs=()):
@@ -323,7 +601,7 @@ def draw_all(folder, envs=()):
         if len(without_seconds) > 5:
             names += f" and {len(without_seconds) - 5} more"
         count = len(without_seconds)
-        print(f"{count} curves have no seconds and are not drawn over wall time: {names}")
+        print(f"{count} curves have no seconds and are not drawn over time: {names}")
     print(f"Wrote {len(curves)} pictures{'' if envs else ' and tables.md'} to {folder}")
 
 
@@ -336,8 +614,17 @@ def main():
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="the folder of the curves and of the pictures"
     )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="SCRIPT",
+        help="compare these scripts; the last one is the baseline",
+    )
     args = parser.parse_args()
-    draw_all(args.out, args.envs)
+    if args.compare:
+        compare(args.out, args.compare, args.envs)
+    else:
+        draw_all(args.out, args.envs)
 
 
 if __name__ == "__main__":

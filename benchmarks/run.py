@@ -34,6 +34,7 @@ PPO = "ppo_continuous_multiagent.py"
 DISCRETE = "ppo_discrete_multiagent.py"
 LSTM = "ppo_lstm_multiagent.py"
 SAC = "sac_continuous.py"
+CROSSQ = "crossq_continuous.py"
 BANDIT = "lbc_discrete.py"
 PIXELS = "ppo_pixel.py"
 ONE = (1,)
@@ -143,6 +144,10 @@ FULL = [
         label="sac_continuous-million",
     ),
     Row(SAC, "Hopper-v5", THREE, 100_000, "--compile", sb3="sb3-sac"),
+    Row(SAC, "Walker2d-v5", ONE, 1_000_000, "--compile", evaluate=20),
+    Row(CROSSQ, "HalfCheetah-v5", ONE, 1_000_000, "--compile", evaluate=20),
+    Row(CROSSQ, "Walker2d-v5", ONE, 1_000_000, "--compile", evaluate=20),
+    Row(CROSSQ, "3DBall", THREE, 60_000, "--no-compile"),
     Row(SAC, "Reacher3Dof-v0", THREE, 100_000, "--compile", evaluate=200),
     Row(SAC, "GodotDiscs", ONE, 40_000, "--no-compile", evaluate=200),
     Row(SAC, "Crawler", ONE, 1_000_000, "--compile", evaluate=40),

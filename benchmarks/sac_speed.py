@@ -1,7 +1,7 @@
-"""Measure the speed of sac_continuous.py and of SB3's SAC with the same settings.
+"""Measure the speed of sac_continuous.py and crossq_continuous.py, and of SB3 with the same settings.
 
-    python benchmarks/sac_speed.py                  about eight minutes
-    python benchmarks/sac_speed.py --rounds 1       about three minutes
+    python benchmarks/sac_speed.py                  about ten minutes
+    python benchmarks/sac_speed.py --rounds 1       about four minutes
 
 Both run alternately, so that other load on the machine affects both. The environment is
 HalfCheetah-v5, one env, with batches of 256, networks of 256x256 and one update per step from step
@@ -17,10 +17,13 @@ from ppo_speed import ours, python, turns
 
 SB3 = """
 import sys, time
+from sb3_contrib import CrossQ
 from stable_baselines3 import SAC
 
 steps = int(sys.argv[1])
-model = SAC("MlpPolicy", "HalfCheetah-v5", learning_starts=100, device="cpu")
+algorithm = {"sac": SAC, "crossq": CrossQ}[sys.argv[2]]
+settings = dict(learning_starts=100, policy_kwargs=dict(net_arch=[256, 256]), device="cpu")
+model = algorithm("MlpPolicy", "HalfCheetah-v5", **settings)
 model.learn(200)
 start = time.time()
 model.learn(steps, reset_num_timesteps=False)
@@ -44,12 +47,12 @@ def main():
 
     cheetah = ["--env-id", "HalfCheetah-v5", "--learning-starts", 100]
     cheetah += ["--total-timesteps", args.steps]
-    for more in ((), ("--compile",)):
+    for name, more in (("sac", ()), ("sac", ("--compile",)), ("crossq", ("--compile",))):
         turns(
-            " ".join(("1 env, SB3", *more)),
+            " ".join((f"{name}, 1 env, SB3", *more)),
             args.rounds,
-            lambda: ours("sac_continuous.py", *cheetah, *more)[0],
-            lambda: float(python("-c", SB3, args.steps // 2)),
+            lambda: ours(f"{name}_continuous.py", *cheetah, *more)[0],
+            lambda: float(python("-c", SB3, args.steps // 2, name)),
             2,
         )
 

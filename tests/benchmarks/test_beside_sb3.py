@@ -226,6 +226,10 @@ def test_the_page_has_both_sources_and_the_command_writes_nothing_else(tmp_path)
             "sac_continuous.py --env-id Pendulum-v1 --num-envs 2",
             "SB3's SAC can be compared with --num-envs 1",
         ),
+        (
+            "crossq_continuous.py --env-id Pendulum-v1",
+            "has no target networks, and SB3's SAC has them",
+        ),
     ],
 )
 def test_bad_input_is_one_line(beside, line, match):

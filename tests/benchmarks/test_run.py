@@ -190,6 +190,7 @@ def test_all_rows_have_existing_scripts_and_algorithms():
             "",
             "sb3-ppo",
             "sb3-sac",
+            "sb3-crossq",
             "sb3-ppo-pixel",
         ), row
     for rows in (run.QUICK, run.FULL):
@@ -244,6 +245,9 @@ def test_sb3_runs_with_the_settings_of_the_row(matrix):
 def test_the_error_in_a_box_is_found():
     box = "Parsing\n╭─ Unrecognized options ──╮\n│ Unrecognized: --flop      │\n│ Perhaps you meant: --flip │\n╰───╯\n"
     assert learning.last_line(box) == "Unrecognized: --flop"
+    rule = "-" * 60
+    box = f"Unrecognized options\n {rule} \n  Unrecognized: --flop  \n  {rule}\n  see x.py --help\n \n"
+    assert learning.last_line(box) == "Unrecognized: --flop", "in ASCII"
     assert (
         learning.last_line("first\nlast\n\n") == "last" and learning.last_line("\n") == "no output"
     )
@@ -320,6 +324,36 @@ def test_a_pause_before_a_resume_is_not_counted(tmp_path):
     assert learning.since_start(stamps, 1000.0, tmp_path).tolist() == [10, 20, 30, 40]
 
 
+def test_cpu_seconds_come_from_the_events_and_are_saved(matrix):
+    stub = matrix.folder / "stub.py"
+    tags = '(("return", step / 10 + 1000 * bool(args.exp_name)), ("length", 5))'
+    assert STUB.count(tags) == 1 and STUB.count("charts/episodic_{tag}") == 1
+    text = STUB.replace(tags, f'{tags[:-1]}, ("cpu", step / 50 if step < 600 else step / 100))')
+    text = text.replace(
+        'f"charts/episodic_{tag}"',
+        '"charts/cpu_seconds" if tag == "cpu" else f"charts/episodic_{tag}"',
+    )
+    stub.write_text(text)
+    assert matrix.run()[0] == 0
+    curve = learning.read_csv(matrix.csv(1))
+    assert list(curve) == ["decisions", "return", "length", "seconds", "cpu_seconds"]
+    # 2 s for each point, and after 500 decisions the run was resumed, with 1 s for each point
+    expected = [2, 4, 6, 8, 10, 16, 17, 18, 19, 20]
+    assert np.allclose(curve["cpu_seconds"], expected, atol=0.01)
+
+
+def test_cpu_seconds_of_sb3_are_saved(tmp_path):
+    curve = learning.run_sb3(
+        "sb3-ppo",
+        "CartPole-v1",
+        5,
+        ["--total-timesteps", "512", "--num-steps", "256", "--num-envs", "1"],
+    )
+    learning.write_csv(tmp_path / "x.csv", curve)
+    assert list(curve) == ["decisions", "return", "length", "seconds", "cpu_seconds"]
+    assert 0 < curve["cpu_seconds"][0] < curve["cpu_seconds"][-1]
+
+
 def test_old_curves_without_seconds_are_drawn(tmp_path, capsys):
     steps = np.arange(1, 51) * 100
     learning.write_csv(tmp_path / "Toy-v0.old.1.csv", line(steps, steps))
@@ -341,11 +375,120 @@ def test_old_curves_without_seconds_are_drawn(tmp_path, capsys):
     ).read_text()
 
 
+def write_runs(folder, env, script, levels, num_points=100, speed=None):
+    """Write a curve for each of the returns `levels`: from 0 at the first point to the level, which
+    it keeps in the second half. `speed` are decisions per CPU second."""
+    steps = np.arange(1, num_points + 1) * 1000
+    rise = np.clip((np.arange(num_points) / 49), 0, 1)
+    for seed, level in enumerate(levels, 1):
+        more = {"seconds": steps / speed * 3, "cpu_seconds": steps / speed} if speed else {}
+        learning.write_csv(folder / f"{env}.{script}.{seed}.csv", line(steps, rise * level, **more))
+
+
+def test_the_table_has_interquartile_means_and_the_probability_of_improvement(tmp_path):
+    write_runs(tmp_path, "Toy-v0", "mine", [10, 20, 30, 1000])
+    write_runs(tmp_path, "Toy-v0", "sb3-ppo", [10, 25, 25, 26])
+    write_runs(tmp_path, "Toy-v0", "sb3-settings", [1, 1, 1, 1])
+    for seed, value in enumerate((5, 7, 8, 90), 1):
+        text = f"After 9 decisions: return {value}.00 ± 1.50, from 1.00 to 2.00\n"
+        (tmp_path / f"Toy-v0.mine.{seed}.txt").write_text(text)
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for row in plots.table(plots.read_all(tmp_path), tmp_path).splitlines()
+    ]
+    mine, sb3, settings = (dict(zip(rows[0], cells, strict=True)) for cells in rows[2:])
+    assert mine["IQM (95 %)"].startswith("25.0 (") and sb3["IQM (95 %)"].startswith("25.0 (")
+    # Pairs with a higher return: 0 of 10, 1 of 20, 4 of 30 and 4 of 1000; one tie
+    assert mine["better than SB3 (95 %)"].startswith(f"sb3-ppo: {9.5 / 16:.2f} (")
+    assert settings["better than SB3 (95 %)"] == "sb3-ppo: 0.00 (0.00 to 0.00)"
+    assert sb3["better than SB3 (95 %)"] == ""
+    assert mine["evaluated IQM (95 %)"].startswith("7.50 (")
+
+
+def test_seeds_are_in_the_order_of_their_numbers(tmp_path):
+    write_runs(tmp_path, "Toy-v0", "mine", range(1, 12))
+    assert list(plots.read_all(tmp_path)["Toy-v0"]["mine"]) == list(range(1, 12))
+
+
+def test_the_picture_is_over_cpu_time_if_all_curves_have_it(tmp_path):
+    write_runs(tmp_path, "Toy-v0", "mine", [1, 2], speed=100)
+    title = lambda: plots.draw("Toy-v0", plots.read_all(tmp_path)["Toy-v0"]).axes[1].get_xlabel()
+    assert title() == "CPU time, minutes"
+    steps = np.arange(1, 51) * 100
+    learning.write_csv(tmp_path / "Toy-v0.old.1.csv", line(steps, steps, seconds=steps / 10.0))
+    assert title() == "wall time, minutes", "an old curve has no CPU time"
+
+
+def test_comparison_normalizes_each_env(tmp_path):
+    for env, factor in (("Toy-v0", 1), ("Big-v0", 100)):
+        write_runs(tmp_path, env, "mine", np.array([30, 40, 50]) * factor)
+        write_runs(tmp_path, env, "sb3-ppo", np.array([10, 20, 30]) * factor)
+    write_runs(tmp_path, "Other-v0", "mine", [1])
+    names = ["mine", "sb3-ppo"]
+    found = plots.by_env(plots.read_all(tmp_path), names, ())
+    scores, lines = plots.comparison(found, names)
+    assert sorted(found) == ["Big-v0", "Toy-v0"]
+    assert np.allclose(scores["mine"], [[0.75, 1, 1.25]] * 2), "1 is the best interquartile mean"
+    assert np.allclose(scores["sb3-ppo"], [[0.25, 0.5, 0.75]] * 2)
+    assert plots.aggregate.probability_of_improvement(*scores.values()) == 8.5 / 9
+
+
+def test_comparison_of_runs_with_different_lengths_is_at_the_decisions_that_all_have(
+    tmp_path, capsys
+):
+    write_runs(tmp_path, "Toy-v0", "long", [80, 80], num_points=100, speed=100)
+    write_runs(tmp_path, "Toy-v0", "short", [80, 80], num_points=50, speed=10)
+    names = ["long", "short"]
+    found = plots.by_env(plots.read_all(tmp_path), names, ())
+    scores, lines = plots.comparison(found, names)
+    assert (
+        "Toy-v0: not all runs have the same length, compared at 50,000" in capsys.readouterr().out
+    )
+    assert np.allclose(scores["long"], scores["short"])
+    (runs,) = lines["long"]["cpu_seconds"]
+    assert runs[0][0][-1] == 1000, "over CPU time the whole curve is drawn"
+
+
+def test_comparison_is_drawn_and_printed(tmp_path, capsys):
+    write_runs(tmp_path, "Toy-v0", "mine", [30, 40, 50], speed=100)
+    write_runs(tmp_path, "Toy-v0", "sb3-ppo", [10, 20, 30], speed=50)
+    names = ["mine", "sb3-ppo"]
+    plots.compare(tmp_path, names)
+    told = capsys.readouterr().out
+    assert "better than sb3-ppo: 0.94 (" in told and "mine                         40.0 (" in told
+    assert (tmp_path / "compare.mine.sb3-ppo.png").stat().st_size > 0
+    found = plots.by_env(plots.read_all(tmp_path), names, ())
+    figure = plots.draw_comparison(found, names, *plots.comparison(found, names))
+    labels = [axes.get_xlabel() for axes in figure.axes]
+    assert labels == ["", "", "return", "decisions", "CPU time, minutes"]
+
+
+@pytest.mark.parametrize(
+    ("names", "envs", "match"),
+    [
+        (["mine"], (), "give two or more"),
+        (["mine", "mine"], (), "give two or more"),
+        (["mine", "none"], (), "--compare none: there are no curves"),
+        (["mine", "theirs"], (), "no env has curves of all of them"),
+        (["mine", "theirs"], ("Toy-v0",), "--compare theirs: there are no curves"),
+        (["mine", "flat"], (), "Toy-v1: no script has learned anything"),
+    ],
+)
+def test_comparisons_that_are_not_possible_are_refused_in_one_line(tmp_path, names, envs, match):
+    write_runs(tmp_path, "Toy-v0", "mine", [30])
+    write_runs(tmp_path, "Toy-v0", "flat", [20])
+    write_runs(tmp_path, "Toy-v1", "mine", [0])
+    write_runs(tmp_path, "Toy-v1", "flat", [0])
+    write_runs(tmp_path, "Toy-v2", "theirs", [30])
+    with pytest.raises(SystemExit, match=match) as refused:
+        plots.compare(tmp_path, names, envs)
+    assert "\n" not in str(refused.value)
+
+
 def test_every_picture_of_the_docs_has_a_curve():
     pictures = set()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         pictures |= set(re.findall(r"benchmarks/results/([^/\s\"]+)\.png", page.read_text()))
-    assert pictures and pictures <= set(plots.read_all(learning.RESULTS)), (
-        "plots.py draws each picture"
-    )
+    drawn = {picture for picture in pictures if not picture.startswith("compare.")}
+    assert drawn and drawn <= set(plots.read_all(learning.RESULTS)), "plots.py draws each picture"
     assert all((learning.RESULTS / f"{picture}.png").exists() for picture in pictures)
