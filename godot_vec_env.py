@@ -85,6 +85,11 @@ class GodotVecEnv(EngineVecEnv):
         self.player_args += player_args
         self._open_players(num_players)
         self.inputs = self.layout.inputs  # the names of the sensors
+        # For each action in the order of get_action_space(), its kind and size
+        self.action_order = [
+            ["discrete" if is_discrete else "continuous", size]
+            for size, is_discrete in self.layout.actions.values()
+        ]
 
     def _launch(self, worker):
         return Game(

@@ -141,7 +141,7 @@ class Args(runs.Args):
     """decisions between greedy evaluations of both networks and of the mixture; 0 for none"""
 
 
-# Settings for single environments. Options on the command line take precedence.
+# Settings per environment. Options on the command line take precedence.
 LARGER = dict(
     num_envs=16, replay_size=1_000, batch_size=64, num_updates=4, hidden_sizes=(128, 128),
 )  # fmt: skip
@@ -611,7 +611,7 @@ class Rollout:
     def observe(self, next_obs, infos):
         """Start a row for each slot that requests a decision. Return these slots and the inputs of
         `Agent.act` for them."""
-        ready = np.flatnonzero(infos["ready"])
+        ready = infos["ready"].nonzero()[0]
         obs = next_obs[ready]
         mask = infos["action_mask"][ready]
         self.start_rows(ready, obs, mask)
@@ -651,7 +651,7 @@ class Rollout:
         return, length] for each of these episodes."""
         if "restarted" in infos:
             self.cut(np.flatnonzero(infos["restarted"]))
-        closed = np.flatnonzero(infos["closed"])
+        closed = infos["closed"].nonzero()[0]
         at = (closed, self.position[closed])
         self.rows["reward"][at] = reward[closed]
         self.rows["terminated"][at] = terminated[closed]
@@ -680,7 +680,7 @@ class Rollout:
         return episodes
 
     def cut(self, slots):
-        """End the episodes of slots whose player was lost. Their pending rows never become valid,
+        """End the episodes of slots whose game crashed. Their pending rows never become valid,
         and their values are used to bootstrap (5)."""
         self.position[slots[self.pending[slots]]] += 1
         self.pending[slots] = False
@@ -994,6 +994,8 @@ def train(args, resumed=None):
         else:
             ready, inputs = rollout.observe(next_obs, infos)
 
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing
             if args.anneal_lr:

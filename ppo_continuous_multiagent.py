@@ -4,7 +4,7 @@
     python ppo_continuous_multiagent.py --unity-path ./Builds/MyScene    your Unity build
     python ppo_continuous_multiagent.py --godot-path ./my_game           your Godot game
     python ppo_continuous_multiagent.py --env-id HalfCheetah-v5          any gymnasium env
-    python ppo_continuous_multiagent.py --resume runs/NAME               also --evaluate, --export
+    python ppo_continuous_multiagent.py --resume runs/NAME               or --evaluate, --export
 
 Agents in a game request decisions at their own pace, so a rollout is not a (num_steps, num_envs)
 rectangle. It is a list of rows, one per decision whose reward has arrived, and it is sorted by
@@ -13,8 +13,9 @@ gymnasium environments these are the rows of the usual rectangle.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are part of the agent, are saved with it, and change between iterations only. The
-    first iteration runs without normalization.
+    Here they are saved in the checkpoint, those of the observations as part of the agent, and
+    change between iterations only. In the first iteration they are still neutral. With
+    --norm-reward, rewards are always clipped to -10 and 10.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
@@ -28,12 +29,12 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
  8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
-    So parity with SB3 holds up to rounding.
+    So where nothing else differs, results equal SB3's up to rounding.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
-10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first rescales
-    bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
+10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first
+    rescales bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import os
@@ -42,6 +43,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a policy is too small for 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -51,6 +53,7 @@ import torch.nn as nn
 
 from envs.make import make_envs
 from onefile_rl import distributed, fast, runs
+from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
@@ -153,6 +156,9 @@ def check(args):
     )
 
 
+describe = partial(runs.describe, entities=True)
+
+
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
@@ -171,18 +177,25 @@ def mlp(sizes, activation, num_outputs, output_std):
 class Agent(nn.Module):
     """Actor, critic and the statistics of the observations.
 
-    `spec` describes the env: obs_dim, action_dim, and the bounds of the actions.
+    `spec` describes the env: obs_dim, action_dim, the bounds of the actions, and entities (see
+    onefile_rl/entities.py) if it has any.
     """
 
     def __init__(self, spec, args):
         super().__init__()
-        sizes = (spec["obs_dim"], *args.hidden_sizes)
+        sizes = (num_features(spec), *args.hidden_sizes)
         self.obs_rms = nn.Identity()
         if args.norm_obs:
-            self.obs_rms = Normalizer(spec["obs_dim"], min_std=args.min_obs_std)  # SB3 differs (9)
+            self.obs_rms = Normalizer(
+                spec["obs_dim"], min_std=args.min_obs_std, entities=spec.get("entities", ())
+            )  # SB3 differs (9)
         self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
         self.actor_mean = mlp(sizes, args.activation, spec["action_dim"], output_std=0.01)
         self.critic = mlp(sizes, args.activation, 1, output_std=1.0)
+        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        if "entities" in spec:
+            self.actor_mean = nn.Sequential(Entities(spec), self.actor_mean)
+            self.critic = nn.Sequential(Entities(spec), self.critic)
         self.bounds = runs.Bounds(spec)
 
     def get_value(self, obs):
@@ -256,7 +269,6 @@ class Rollout:
         self.pending_obs = np.zeros((num_slots, obs_dim), np.float32)
         self.pending_actions = np.zeros((num_slots, action_dim), np.float32)
         self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
-        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
 
     def decide(self, slots, obs, actions):
         """Remember the decisions of these slots until their rewards arrive."""
@@ -266,7 +278,7 @@ class Rollout:
 
     def as_index(self, slots):
         """Return all slots as a slice, which numpy copies faster than by their numbers."""
-        return slots if len(slots) < len(self.last_row) else slice(None)
+        return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
         """Store the pending decisions of `slots`, whose rewards have arrived.
@@ -284,7 +296,6 @@ class Rollout:
         self.truncated[rows] = truncated[index]
         self.running_returns[index] = gamma * self.running_returns[index] + reward[index]
         self.discounted_returns[rows] = self.running_returns[index]
-        self.last_row[index] = np.arange(rows.start, rows.stop)
         self.size += len(slots)
 
         # The env resets itself: after an end next_obs is of the next episode, and infos has the
@@ -301,9 +312,10 @@ class Rollout:
 
         Their pending decisions are never stored.
         """
-        rows = self.last_row[slots]
-        rows = rows[rows >= 0]
-        self.truncated[rows] |= ~self.terminated[rows]
+        for slot in slots:
+            rows = np.flatnonzero(self.slots[: self.size] == slot)
+            if len(rows) and not self.terminated[rows[-1]]:
+                self.truncated[rows[-1]] = True
         self.running_returns[slots] = 0
 
     def remove(self, num_rows):
@@ -312,7 +324,6 @@ class Rollout:
             column = getattr(self, name)
             column[: self.size - num_rows] = column[num_rows : self.size]
         self.size -= num_rows
-        self.last_row = np.maximum(self.last_row - num_rows, -1)
 
 
 def gae(rewards, values, next_values, continues, gamma, gae_lambda):
@@ -336,7 +347,7 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     values: torch.Tensor
     # PPO does not need these columns. They are here for custom losses
-    next_obs: torch.Tensor
+    next_obs: torch.Tensor  # the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -462,7 +473,7 @@ def train(args, resumed=None):
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
         num_agents = envs.num_envs
-        spec = runs.describe(args, envs)
+        spec = describe(args, envs)
         batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
@@ -477,9 +488,10 @@ def train(args, resumed=None):
 
         # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a line says so. run.compile
-        # compiles the update of long runs; learning rates and floats of args may still change.
-        # --no-fast switches both off, with the same results.
+        # layer can't be translated, agent.act itself is called and a message is printed.
+        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
+        # torch.optim; learning rates and floats of args may still change.
+        # --no-fast switches both off; the results are the same up to rounding.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -499,36 +511,39 @@ def train(args, resumed=None):
         #   ready      it requests an action now: its row of next_obs is new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward
-        ready = np.flatnonzero(infos["ready"])
+        ready = infos["ready"].nonzero()[0]
 
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                # The checkpoint has the given ent_coef too, so a resumed run anneals from it
+                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores
+            # Collect a rollout. One thread for torch: the environments need the other cores. In a
+            # distributed run, a rank also stops when the others have enough
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]
                 actions, env_actions[ready] = act(obs)
                 rollout.decide(ready, obs, actions)
-                run.spent("act")  # the time since the last call
+                run.spent("act")  # adds the time since the last call to "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+                run.record(reward, terminated, truncated, infos)  # counts decisions, episodes, time
 
                 # Store the decisions whose reward has arrived
                 if "restarted" in infos:
                     rollout.cut(np.flatnonzero(infos["restarted"]))
-                closed = np.flatnonzero(infos["closed"])
+                closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
-                ready = np.flatnonzero(infos["ready"])
+                ready = infos["ready"].nonzero()[0]
             run.spent("act")
 
             # Advantages
@@ -555,8 +570,8 @@ def train(args, resumed=None):
                 if stop:
                     break
 
-            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). From
-            # here on the log-probs in `batch` are not those of the agent any more
+            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). This
+            # changes the policy, so it comes after the updates
             if args.norm_obs:
                 agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
             return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))
@@ -581,7 +596,7 @@ def main():
         train=train,
         Agent=Agent,
         make_envs=make_envs,
-        describe=runs.describe,
+        describe=describe,
         check=check,
     )
 

@@ -4,7 +4,7 @@
     python ppo_discrete_multiagent.py --unity-path ./Builds/MyScene      your Unity build
     python ppo_discrete_multiagent.py --godot-path ./my_game             your Godot game
     python ppo_discrete_multiagent.py --env-id CartPole-v1               any gymnasium env
-    python ppo_discrete_multiagent.py --resume runs/NAME                 also --evaluate, --export
+    python ppo_discrete_multiagent.py --resume runs/NAME                 or --evaluate, --export
 
 An action has one choice per branch: a Discrete action space has one branch, MultiDiscrete and Unity
 have several. An action mask says which choices are allowed; a choice that is not allowed has
@@ -18,8 +18,9 @@ gymnasium environments these are the rows of the usual rectangle.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are part of the agent, are saved with it, and change between iterations only. The
-    first iteration runs without normalization.
+    Here they are saved in the checkpoint, those of the observations as part of the agent, and
+    change between iterations only. In the first iteration they are still neutral. With
+    --norm-reward, rewards are always clipped to -10 and 10.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
@@ -33,7 +34,7 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
  8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
-    So parity with SB3 holds up to rounding.
+    So where nothing else differs, results equal SB3's up to rounding.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
@@ -55,6 +56,7 @@ import torch.nn as nn
 
 from envs.make import make_envs
 from onefile_rl import distributed, fast, runs
+from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
@@ -128,6 +130,11 @@ PRESETS = {
         total_timesteps=500_000, num_steps=64, num_minibatches=16, update_epochs=3, ent_coef=0.01,
         norm_obs=False, norm_reward=False, hidden_sizes=(256, 256), activation="silu",
     ),
+    "Sorter": dict(
+        total_timesteps=500_000, env_parameters={"num_tiles": 4.0}, num_players=2, num_steps=256,
+        num_minibatches=8, update_epochs=3, ent_coef=5e-3, norm_obs=False, norm_reward=False,
+        hidden_sizes=(128, 128), activation="silu",
+    ),
 }  # fmt: skip
 
 
@@ -149,7 +156,7 @@ def check(args):
     )
 
 
-describe = partial(runs.describe, discrete=True)
+describe = partial(runs.describe, discrete=True, entities=True)
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -170,18 +177,24 @@ def mlp(sizes, activation, num_outputs, output_std):
 class Agent(nn.Module):
     """Actor, critic and the statistics of the observations.
 
-    `spec` describes the env: obs_dim, branches (the number of choices in each branch), and start
-    (the first choice of each branch, usually 0).
+    `spec` describes the env: obs_dim, branches (the number of choices in each branch), start (the
+    first choice of each branch, usually 0), and entities (see onefile_rl/entities.py) if it has any.
     """
 
     def __init__(self, spec, args):
         super().__init__()
-        sizes = (spec["obs_dim"], *args.hidden_sizes)
+        sizes = (num_features(spec), *args.hidden_sizes)
         self.obs_rms = nn.Identity()
         if args.norm_obs:
-            self.obs_rms = Normalizer(spec["obs_dim"], min_std=args.min_obs_std)  # SB3 differs (9)
+            self.obs_rms = Normalizer(
+                spec["obs_dim"], min_std=args.min_obs_std, entities=spec.get("entities", ())
+            )  # SB3 differs (9)
         self.actor = mlp(sizes, args.activation, sum(spec["branches"]), output_std=0.01)
         self.critic = mlp(sizes, args.activation, 1, output_std=1.0)
+        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        if "entities" in spec:
+            self.actor = nn.Sequential(Entities(spec), self.actor)
+            self.critic = nn.Sequential(Entities(spec), self.critic)
         ends = np.cumsum(spec["branches"]).tolist()
         self.branches = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
         self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
@@ -264,7 +277,6 @@ class Rollout:
         self.pending_masks = np.zeros((num_slots, sum(branches)), bool)
         self.pending_actions = np.zeros((num_slots, len(branches)), int)
         self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
-        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
 
     def decide(self, slots, obs, masks, actions):
         """Remember the decisions of these slots until their rewards arrive."""
@@ -275,7 +287,7 @@ class Rollout:
 
     def as_index(self, slots):
         """Return all slots as a slice, which numpy copies faster than by their numbers."""
-        return slots if len(slots) < len(self.last_row) else slice(None)
+        return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
         """Store the pending decisions of `slots`, whose rewards have arrived.
@@ -294,7 +306,6 @@ class Rollout:
         self.truncated[rows] = truncated[index]
         self.running_returns[index] = gamma * self.running_returns[index] + reward[index]
         self.discounted_returns[rows] = self.running_returns[index]
-        self.last_row[index] = np.arange(rows.start, rows.stop)
         self.size += len(slots)
 
         # The env resets itself: after an end next_obs is of the next episode, and infos has the
@@ -311,9 +322,10 @@ class Rollout:
 
         Their pending decisions are never stored.
         """
-        rows = self.last_row[slots]
-        rows = rows[rows >= 0]
-        self.truncated[rows] |= ~self.terminated[rows]
+        for slot in slots:
+            rows = np.flatnonzero(self.slots[: self.size] == slot)
+            if len(rows) and not self.terminated[rows[-1]]:
+                self.truncated[rows[-1]] = True
         self.running_returns[slots] = 0
 
     def remove(self, num_rows):
@@ -322,7 +334,6 @@ class Rollout:
             column = getattr(self, name)
             column[: self.size - num_rows] = column[num_rows : self.size]
         self.size -= num_rows
-        self.last_row = np.maximum(self.last_row - num_rows, -1)
 
 
 def gae(rewards, values, next_values, continues, gamma, gae_lambda):
@@ -347,7 +358,7 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     values: torch.Tensor
     # PPO does not need these columns. They are here for custom losses
-    next_obs: torch.Tensor
+    next_obs: torch.Tensor  # the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -492,9 +503,10 @@ def train(args, resumed=None):
 
         # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a line says so. run.compile
-        # compiles the update of long runs; learning rates and floats of args may still change.
-        # --no-fast switches both off, with the same results.
+        # layer can't be translated, agent.act itself is called and a message is printed.
+        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
+        # torch.optim; learning rates and floats of args may still change.
+        # --no-fast switches both off; the results are the same up to rounding.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -514,18 +526,21 @@ def train(args, resumed=None):
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward
-        ready = np.flatnonzero(infos["ready"])
+        ready = infos["ready"].nonzero()[0]
 
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                # The checkpoint has the given ent_coef too, so a resumed run anneals from it
+                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores
+            # Collect a rollout. One thread for torch: the environments need the other cores. In a
+            # distributed run, a rank also stops when the others have enough
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
@@ -533,18 +548,18 @@ def train(args, resumed=None):
                 masks = infos["action_mask"][ready]
                 actions, flat_actions[ready] = act(obs, masks)
                 rollout.decide(ready, obs, masks, actions)
-                run.spent("act")  # the time since the last call
+                run.spent("act")  # adds the time since the last call to "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+                run.record(reward, terminated, truncated, infos)  # counts decisions, episodes, time
 
                 # Store the decisions whose reward has arrived
                 if "restarted" in infos:
                     rollout.cut(np.flatnonzero(infos["restarted"]))
-                closed = np.flatnonzero(infos["closed"])
+                closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
-                ready = np.flatnonzero(infos["ready"])
+                ready = infos["ready"].nonzero()[0]
             run.spent("act")
 
             # Advantages
@@ -571,8 +586,8 @@ def train(args, resumed=None):
                 if stop:
                     break
 
-            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). From
-            # here on the log-probs in `batch` are not those of the agent any more
+            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). This
+            # changes the policy, so it comes after the updates
             if args.norm_obs:
                 agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
             return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))

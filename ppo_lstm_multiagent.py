@@ -5,7 +5,7 @@ environment.
     python ppo_lstm_multiagent.py --unity-path ./Builds/MyScene          your Unity build
     python ppo_lstm_multiagent.py --godot-path ./my_game                 your Godot game
     python ppo_lstm_multiagent.py --env-id CartPoleBlind-v0              any gymnasium env
-    python ppo_lstm_multiagent.py --resume runs/NAME                     also --evaluate, --export
+    python ppo_lstm_multiagent.py --resume runs/NAME                     or --evaluate, --export
 
 An action has one choice per branch: a Discrete action space has one branch, MultiDiscrete and Unity
 have several. An action mask says which choices are allowed; a choice that is not allowed has
@@ -31,8 +31,9 @@ The LSTM adds the following to ppo_discrete_multiagent.py:
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are part of the agent, are saved with it, and change between iterations only. The
-    first iteration runs without normalization.
+    Here they are saved in the checkpoint, those of the observations as part of the agent, and
+    change between iterations only. In the first iteration they are still neutral. With
+    --norm-reward, rewards are always clipped to -10 and 10.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
@@ -47,7 +48,7 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
  8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
-    So parity with SB3 holds up to rounding.
+    So where nothing else differs, results equal SB3's up to rounding.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
@@ -68,6 +69,7 @@ import torch.nn as nn
 
 from envs.make import make_envs
 from onefile_rl import distributed, fast, runs
+from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
@@ -167,7 +169,7 @@ def check(args):
 
 
 def describe(args, envs):
-    return runs.describe(args, envs, discrete=True) | {"memory": args.memory_size}
+    return runs.describe(args, envs, discrete=True, entities=True) | {"memory": args.memory_size}
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -214,17 +216,24 @@ class Agent(nn.Module):
     """Actor, critic and the statistics of the observations.
 
     `spec` describes the env: obs_dim, branches (the number of choices in each branch), start (the
-    first choice of each branch, usually 0), and memory (the size of an LSTM's state).
+    first choice of each branch, usually 0), memory (the size of an LSTM's state), and entities (see
+    onefile_rl/entities.py) if it has any.
     """
 
     def __init__(self, spec, args):
         super().__init__()
-        sizes = (spec["obs_dim"], *args.hidden_sizes)
+        sizes = (num_features(spec), *args.hidden_sizes)
         self.obs_rms = nn.Identity()
         if args.norm_obs:
-            self.obs_rms = Normalizer(spec["obs_dim"], min_std=args.min_obs_std)  # SB3 differs (9)
+            self.obs_rms = Normalizer(
+                spec["obs_dim"], min_std=args.min_obs_std, entities=spec.get("entities", ())
+            )  # SB3 differs (9)
         self.actor_layers = mlp(sizes, args.activation)
         self.critic_layers = mlp(sizes, args.activation)
+        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        if "entities" in spec:
+            self.actor_layers = nn.Sequential(Entities(spec), self.actor_layers)
+            self.critic_layers = nn.Sequential(Entities(spec), self.critic_layers)
         self.actor_memory = Memory(sizes[-1], spec["memory"], args.forget_bias)
         self.critic_memory = Memory(sizes[-1], spec["memory"], args.forget_bias)
         hidden_size = self.actor_memory.output_size
@@ -345,7 +354,6 @@ class Rollout:
         self.pending_actions = np.zeros((num_slots, len(branches)), int)
         self.pending_iterations = np.zeros(num_slots, int)
         self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
-        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
 
     def decide(self, slots, obs, masks, lstm_states, actions, iteration):
         """Remember the decisions of these slots until their rewards arrive."""
@@ -358,7 +366,7 @@ class Rollout:
 
     def as_index(self, slots):
         """Return all slots as a slice, which numpy copies faster than by their numbers."""
-        return slots if len(slots) < len(self.last_row) else slice(None)
+        return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
         """Store the pending decisions of `slots`, whose rewards have arrived.
@@ -379,7 +387,6 @@ class Rollout:
         self.truncated[rows] = truncated[index]
         self.running_returns[index] = gamma * self.running_returns[index] + reward[index]
         self.discounted_returns[rows] = self.running_returns[index]
-        self.last_row[index] = np.arange(rows.start, rows.stop)
         self.size += len(slots)
 
         # The env resets itself: after an end next_obs is of the next episode, and infos has the
@@ -396,9 +403,10 @@ class Rollout:
 
         Their pending decisions are never stored.
         """
-        rows = self.last_row[slots]
-        rows = rows[rows >= 0]
-        self.truncated[rows] |= ~self.terminated[rows]
+        for slot in slots:
+            rows = np.flatnonzero(self.slots[: self.size] == slot)
+            if len(rows) and not self.terminated[rows[-1]]:
+                self.truncated[rows[-1]] = True
         self.running_returns[slots] = 0
 
     def remove(self, num_rows):
@@ -407,7 +415,6 @@ class Rollout:
             column = getattr(self, name)
             column[: self.size - num_rows] = column[num_rows : self.size]
         self.size -= num_rows
-        self.last_row = np.maximum(self.last_row - num_rows, -1)
 
 
 def gae(rewards, values, next_values, continues, gamma, gae_lambda):
@@ -434,7 +441,7 @@ class Batch(NamedTuple):
     values: torch.Tensor
     begins: torch.Tensor  # whether a sequence begins at the row
     # PPO does not need these columns. They are here for custom losses
-    next_obs: torch.Tensor
+    next_obs: torch.Tensor  # the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -632,8 +639,9 @@ def train(args, resumed=None):
 
         # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a line says so. fast.Unrolled in
-        # the agent does the same for sequences. --no-fast switches both off, with the same results.
+        # layer can't be translated, agent.act itself is called and a message is printed.
+        # fast.Unrolled in the agent does the same for sequences. --no-fast switches both off; the
+        # results are the same up to rounding.
         act = fast.Acting(agent, enabled=args.fast)
 
         # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
@@ -654,18 +662,21 @@ def train(args, resumed=None):
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward
-        ready = np.flatnonzero(infos["ready"])
+        ready = infos["ready"].nonzero()[0]
 
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                # The checkpoint has the given ent_coef too, so a resumed run anneals from it
+                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores
+            # Collect a rollout. One thread for torch: the environments need the other cores. In a
+            # distributed run, a rank also stops when the others have enough
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
@@ -674,22 +685,22 @@ def train(args, resumed=None):
                 lstm_states = next_lstm_states[ready]
                 actions, flat_actions[ready], next_lstm_states[ready] = act(obs, masks, lstm_states)
                 rollout.decide(ready, obs, masks, lstm_states, actions, iteration)
-                run.spent("act")  # the time since the last call
+                run.spent("act")  # adds the time since the last call to "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+                run.record(reward, terminated, truncated, infos)  # counts decisions, episodes, time
 
                 # Store the decisions whose reward has arrived
                 if "restarted" in infos:
                     rollout.cut(np.flatnonzero(infos["restarted"]))
                     next_lstm_states[infos["restarted"]] = 0
-                closed = np.flatnonzero(infos["closed"])
+                closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
                 next_lstm_states[terminated | truncated] = (
                     0  # a new episode starts with the zero state
                 )
-                ready = np.flatnonzero(infos["ready"])
+                ready = infos["ready"].nonzero()[0]
             run.spent("act")
 
             # Advantages
@@ -711,8 +722,8 @@ def train(args, resumed=None):
                 if stop:
                     break
 
-            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). From
-            # here on the log-probs in `batch` are not those of the agent any more
+            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). This
+            # changes the policy, so it comes after the updates
             if args.norm_obs:
                 agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
             return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))

@@ -7,7 +7,7 @@ environment, with continuous or discrete actions.
     python ppo_pixel.py --env-id DummyPixels-v0              any gymnasium env with images
     python ppo_pixel.py --env-id ale_py:ALE/Pong-v5          Atari, preprocessed as usual
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
-    python ppo_pixel.py --resume runs/NAME                   also --evaluate, --export
+    python ppo_pixel.py --resume runs/NAME                   or --evaluate, --export
 
 What images change compared with ppo_continuous_multiagent.py, which explains the rest:
  - Each image is stored once, as uint8 (see onefile_rl/frames.py). A row of the rollout has the
@@ -25,19 +25,20 @@ What images change compared with ppo_continuous_multiagent.py, which explains th
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are part of the agent, are saved with it, and change between iterations only. The
-    first iteration runs without normalization.
+    Here they are saved in the checkpoint, those of the observations as part of the agent, and
+    change between iterations only. In the first iteration they are still neutral. With
+    --norm-reward, rewards are always clipped to -10 and 10.
  2. SB3's value loss is vf_coef * mse. CleanRL and we use vf_coef * 0.5 * mse: our --vf-coef 1.0 is
     SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and we the larger of both errors. It is
     off by default.
  4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
     and we anneal by the progress before the rollout.
- 5. CleanRL treats a time limit as a termination. SB3 and we bootstrap with the value of the final
+ 5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of the final
     observation.
- 6. CleanRL shuffles indices in time order, in place. SB3 and we permute rows sorted by agent, newly
+ 6. CleanRL shuffles indices in time order, in place. SB3 and this script permute rows sorted by agent, newly
     for each epoch.
- 7. CleanRL checks target_kl after each epoch. SB3 and we check it before each step, against 1.5 *
+ 7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step, against 1.5 *
     target_kl.
  8. Images are stored with the channels last, and GAE is computed in double precision. So parity
     with SB3 holds up to rounding.
@@ -47,8 +48,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
 10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
     dominate the policy's input elsewhere.
-11. SB3 and CleanRL clip actions to any bounds. We do too, but envs/make.py first rescales bounds
-    that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
+11. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first
+    rescales bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
 """
 
 import math
@@ -124,15 +125,15 @@ class Args(runs.Args):
     """the smallest standard deviation that vectors are divided by; 0 as in SB3"""
     norm_reward: bool = True
     """scale rewards by the running standard deviation of the discounted return"""
-    encoder: Literal["nature", "impala"] = "nature"
-    """three convolutions as in SB3's CnnPolicy, or the residual network of IMPALA"""
+    encoder: Literal["nature", "simple", "impala"] = "nature"
+    """three convolutions as in SB3's CnnPolicy, two as in ML-Agents, or IMPALA's residual network"""
     features: int = 512
     """the width of the layer after each encoder, and of the layer that joins images and vectors"""
     logstd_init: float = 0.0
     """the initial log standard deviation of continuous actions"""
 
 
-# Settings for single environments. Options on the command line take precedence.
+# Settings per environment. Options on the command line take precedence.
 # GridWorld: the discount and the entropy bonus of ML-Agents' official settings.
 # ATARI: the settings of CleanRL and SB3's zoo.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
@@ -157,7 +158,11 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-SMALLEST = {"nature": 36, "impala": 8}  # the smallest height and width that an encoder supports
+SMALLEST = {
+    "nature": 36,
+    "simple": 20,
+    "impala": 8,
+}  # the smallest height and width that an encoder supports
 
 
 def check(args):
@@ -198,6 +203,7 @@ def check(args):
 def describe(args, envs):
     """Return the spec of a policy on images: sizes of observations and actions, and bounds."""
     spec = describe_seen(args, envs)
+    runs.describe_entities(args, envs, supported=False)  # says that they are flattened
     spec["stack"] = frame_stack(args)
     smallest = SMALLEST[args.encoder]
     for name, (height, width, _) in spec["images"].items():
@@ -240,6 +246,13 @@ def nature(channels):
         layer_init(conv3),
         nn.ReLU(),
     )
+
+
+def simple(channels):
+    """Return the two convolutions that are the default in ML-Agents: half the time of nature."""
+    conv1 = nn.Conv2d(channels, 16, kernel_size=8, stride=4)
+    conv2 = nn.Conv2d(16, 32, kernel_size=4, stride=2)
+    return nn.Sequential(layer_init(conv1), nn.ReLU(), layer_init(conv2), nn.ReLU())
 
 
 class ResidualBlock(nn.Module):
@@ -289,7 +302,7 @@ class Agent(nn.Module):
         shapes = []
         for height, width, channels in spec["images"].values():
             shapes.append((spec["stack"] * channels, height, width))
-        convolutions = {"nature": nature, "impala": impala}[args.encoder]
+        convolutions = {"nature": nature, "simple": simple, "impala": impala}[args.encoder]
         self.encoders = nn.ModuleList([convolutions(channels) for channels, _, _ in shapes])
         for encoder, shape in zip(self.encoders, shapes, strict=True):
             encoder.append(nn.Flatten())
@@ -462,7 +475,6 @@ class Rollout:
         self.pending_values = np.zeros(num_slots, np.float32)
         self.pending_stale = np.zeros(num_slots, bool)
         self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
-        self.last_row = np.full(num_slots, -1)  # the last row of each slot, -1 if there is none
 
     def decide(self, slots, stacks, vectors, masks, actions, logprobs, values):
         """Remember the decisions of these slots until their rewards arrive."""
@@ -497,7 +509,6 @@ class Rollout:
         self.truncated[rows] = truncated[slots]
         self.running_returns[slots] = gamma * self.running_returns[slots] + reward[slots]
         self.discounted_returns[rows] = self.running_returns[slots]
-        self.last_row[slots] = np.arange(rows.start, rows.stop)
         self.size += len(slots)
 
         # The env resets itself: after an end next_obs is of the next episode, and infos has the
@@ -517,9 +528,10 @@ class Rollout:
 
         Their pending decisions are never stored.
         """
-        rows = self.last_row[slots]
-        rows = rows[rows >= 0]
-        self.truncated[rows] |= ~self.terminated[rows]
+        for slot in slots:
+            rows = np.flatnonzero(self.slots[: self.size] == slot)
+            if len(rows) and not self.terminated[rows[-1]]:
+                self.truncated[rows[-1]] = True
         self.running_returns[slots] = 0
         self.frames.new_episode[slots] = True
 
@@ -532,7 +544,6 @@ class Rollout:
             column = getattr(self, name)
             column[: self.size - num_rows] = column[num_rows : self.size]
         self.size -= num_rows
-        self.last_row = np.maximum(self.last_row - num_rows, -1)
         self.stale[: self.size] = True
         self.pending_stale[:] = True
 
@@ -747,8 +758,8 @@ def train(args, resumed=None):
         initial_ent_coef = args.ent_coef
 
         # Acceleration. numpy has no convolutions, so fast.Acting acts with torch here. run.compile
-        # compiles the update in long runs; learning rates and floats of args stay live. --no-fast
-        # switches it off and computes the same.
+        # compiles the update in long runs; learning rates and floats of args may still change.
+        # --no-fast switches it off; the results are the same up to rounding.
         act = fast.Acting(agent, enabled=False)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -770,10 +781,12 @@ def train(args, resumed=None):
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived
         #   restarted  its game crashed and was started again: its last action never gets a reward
-        ready = np.flatnonzero(infos["ready"])
+        ready = infos["ready"].nonzero()[0]
         if frames.size == 0:  # otherwise a checkpoint has restored the images of running episodes
             frames.add(ready, next_obs)
 
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -786,6 +799,7 @@ def train(args, resumed=None):
             envs_in_this_process = getattr(envs, "num_workers", None) == 0
             torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
             agent.eval()  # or else fast.Acting would change the mode at every step
+            # In a distributed run, a rank also stops when the others have enough
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 stacks = frames.last[ready]
@@ -793,19 +807,19 @@ def train(args, resumed=None):
                 images = stacked(frames.images(), stacks)
                 actions, flat_actions[ready], logprobs, values = act(images, vectors, masks)
                 rollout.decide(ready, stacks, vectors, masks, actions, logprobs, values)
-                run.spent("act")  # the time since the last call
+                run.spent("act")  # adds the time since the last call to "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                run.record(reward, terminated, truncated, infos)  # global_step, episodes, time
+                run.record(reward, terminated, truncated, infos)  # counts decisions, episodes, time
 
                 # Store the new images, and the decisions whose reward has arrived
                 if "restarted" in infos:
                     rollout.cut(np.flatnonzero(infos["restarted"]))
                 frames.new_episode |= terminated | truncated
-                ready = np.flatnonzero(infos["ready"])
+                ready = infos["ready"].nonzero()[0]
                 frames.add(ready, next_obs)
-                closed = np.flatnonzero(infos["closed"])
+                closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
             run.spent("act")
 

@@ -4,26 +4,26 @@
     python sac_continuous.py --unity-path ./Builds/MyScene        your Unity build
     python sac_continuous.py --godot-path ./my_game               your Godot game
     python sac_continuous.py --env-id HalfCheetah-v5              any gymnasium env with bounds
-    python sac_continuous.py --resume runs/NAME                   also --evaluate, --export
+    python sac_continuous.py --resume runs/NAME                   or --evaluate, --export
 
 Agents in a game request decisions at their own pace. A transition is stored when its reward has
 arrived: with the next decision of the same agent, or at the end of its episode. Only real ends are
 stored as terminated, time limits are not.
 
-Players simulate in their own processes, and the networks are updated meanwhile. The policy that
+Games simulate in their own processes, and the networks are updated meanwhile. The policy that
 acts is then older by the updates of one step. With --no-overlap, and with gymnasium's own vector
 envs, the updates follow the step.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3 and CleanRL train once per step of all envs. Here --updates-per-step is the number of
     updates per decision, and the decisions of all agents count.
- 2. SB3 and we clip the log std to [-20, 2]. CleanRL squashes it into [-5, 2].
+ 2. SB3 and this script clip the log std to [-20, 2]. CleanRL squashes it into [-5, 2].
  3. In SB3 and here, log-probs and Q networks use actions between -1 and 1. CleanRL uses the units
     of the env, which shifts the entropy.
- 4. SB3 and we use half the mean squared error for the critics, one learning rate for everything,
-    and a temperature loss with log_alpha and the actions of the policy update. CleanRL uses the
-    whole mean squared error, 1e-3 for critics and temperature, and a temperature loss with alpha
-    and newly sampled actions after the policy update.
+ 4. SB3 and this script use half the mean squared error for the critics, one learning rate for
+    everything, and a temperature loss with log_alpha and the actions of the policy update. CleanRL
+    uses the whole mean squared error, 1e-3 for critics and temperature, and a temperature loss with
+    alpha and newly sampled actions after the policy update.
  5. SB3 and CleanRL store each observation twice, or once with wrong next observations at the ends
     of episodes. Here it is stored once, and all next observations are right.
  6. SB3's and CleanRL's SAC do not normalize observations. With --norm-obs the replay buffer has raw
@@ -31,7 +31,7 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  7. CleanRL makes up for the policy updates that policy_frequency skips. Here policy and temperature
     are updated once in policy_frequency updates.
  8. Both Q networks are computed by one batched product per layer, which adds in another order. So
-    parity with SB3 holds up to rounding.
+    where nothing else differs, results equal SB3's up to rounding.
 """
 
 import os
@@ -95,10 +95,10 @@ class Args(runs.Args):
     """the activation function; silu is ML-Agents' swish"""
 
 
-# Settings for single environments. Options on the command line take precedence.
+# Settings per environment. Options on the command line take precedence.
 # 3DBall and Crawler: ML-Agents' official settings, with a lower initial temperature, a tenth and a
 # twentieth of the official one. With rewards this small, entropy would otherwise outweigh them for
-# the first 100,000s of decisions.
+# the first few hundred thousand decisions.
 REACHER = dict(
     total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128, learning_rate=1e-3, gamma=0.95,
     hidden_sizes=(128, 128),
@@ -122,6 +122,7 @@ PRESETS = {
     "ReacherPlane-v0": REACHER,
 }  # fmt: skip
 LOG_INTERVAL = 1000  # decisions between two points of the logged curves
+NORM_INTERVAL = 1000  # transitions between two updates of the statistics of the observations
 
 
 def check(args):
@@ -146,10 +147,12 @@ def check(args):
 
 
 def describe(args, envs):
-    """Return the env in plain numbers. Refuse actions without bounds."""
+    """Return the env as a dict: obs_dim, action_dim, low, high. Refuse actions without bounds."""
     spec = runs.describe(args, envs)
     if not np.isfinite([spec["low"], spec["high"]]).all():
-        reason = "SAC needs bounds; ppo_continuous_multiagent.py takes them"
+        reason = (
+            "SAC needs bounded actions; ppo_continuous_multiagent.py accepts unbounded ones too"
+        )
         raise ValueError(f"{args.env_id} has actions without bounds: {reason}")
     return spec
 
@@ -210,7 +213,7 @@ class SoftQNetworks(nn.Module):
 
 class Agent(nn.Module):
     """Actor, Q networks, temperature and the statistics of the observations. `spec` describes the
-    env in plain numbers."""
+    env: obs_dim, action_dim, and the bounds of the actions."""
 
     def __init__(self, spec, args):
         super().__init__()
@@ -360,7 +363,7 @@ class ReplayBuffer:
         self.last_row[slot] = -1
 
     def cut(self, slots):
-        """End the episodes of slots whose player was lost, as a time limit does. Their pending
+        """End the episodes of slots whose game crashed, as a time limit does. Their pending
         decisions are never stored."""
         for slot in slots:
             self.end_episode(slot, self.pending_obs[slot])
@@ -497,18 +500,25 @@ def train(args, resumed=None):
         action_scale = 0.5 * (action_space.high - action_space.low)
         env_actions = np.zeros((num_agents, spec["action_dim"]), action_space.dtype)
 
-        # Acceleration: numpy instead of agent.act, compiled updates. --no-fast uses plain PyTorch
+        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
+        # translation is compared with agent.act every 1000 calls; where they differ, or where a
+        # layer can't be translated, agent.act itself is called and a message is printed.
+        # run.compile compiles the updates of long runs, with fast.Adam or any optimizer of
+        # torch.optim; learning rates and floats of args may still change.
+        # --no-fast switches both off; the results are the same up to rounding.
         act = fast.Acting(agent, enabled=args.fast)
         compiled_update = run.compile(update, num_updates)
         compiled_update_critics = run.compile(update_critics, num_updates)
+        # Threads by the size of the largest product, that of both Q networks
         torch.set_num_threads(fast.threads(2 * args.batch_size * max(args.hidden_sizes, default=1)))
-        fast.keep_freed_memory(2**25, 2**30)
+        fast.keep_freed_memory(2**25, 2**30)  # or each update would get its memory from the system
 
         description = f"a replay buffer of {buffer_bytes / 2**20:,.0f} MiB"
         if overlap:
             description += ", updates during simulation"
 
-        # Start the run, or resume it. A checkpoint has the agent and `keep`, and a file for `large`
+        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
+        # arrays) and the arguments. What is in `large` is saved in files of its own
         next_obs, infos = run.start(
             agent,
             spec,
@@ -522,17 +532,24 @@ def train(args, resumed=None):
             large={"buffer": rb} if args.save_buffer else {},
             description=description,
         )
-        ready = np.flatnonzero(infos["ready"])
-        learning_starts = args.learning_starts
+
+        # Without a saved buffer, the policy fills a new one before learning resumes
+        first_update_step = args.learning_starts
         if resumed and len(rb) == 0:
-            learning_starts += run.global_step
+            first_update_step += run.global_step
             first = f"{args.learning_starts} decisions of the policy fill a new one"
             print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
-        counters["normalized"] = min(
-            counters["normalized"], rb.num_added
-        )  # the buffer may be older
+        # If the last save of the buffer failed, it is older than the checkpoint
+        counters["normalized"] = min(counters["normalized"], rb.num_added)
+        # If the envs could not continue their episodes, those in the buffer end here
         if not run.came_back:
             rb.cut(range(num_agents))
+
+        # Agents decide at their own pace. After each step, infos says of each slot:
+        #   ready      it requests an action now: its row of next_obs is new
+        #   closed     the reward of its last action has arrived: it is ready or its episode ended
+        #   restarted  its game crashed and was started again: its last action never gets a reward
+        ready = infos["ready"].nonzero()[0]
 
         def learn():
             """Make the updates that are due."""
@@ -549,6 +566,8 @@ def train(args, resumed=None):
                 counters["updates"] += 1
                 counters["due_updates"] -= 1
 
+        # Until total_timesteps. Each run.log, at the end, also writes a checkpoint every
+        # checkpoint_interval decisions
         for _ in run.iterations():
             # Act for the agents that request a decision, at random before learning starts
             obs = next_obs[ready]
@@ -560,11 +579,11 @@ def train(args, resumed=None):
             else:
                 actions, env_actions[ready] = act(obs)
                 if not np.isfinite(actions).all():
-                    run.check_agent()
+                    run.check_agent()  # raises an error that names the weights
             rb.decide(ready, obs, actions)
             run.spent("act")
 
-            # Step the envs, and learn while players simulate
+            # Step the envs, and learn while games simulate
             if overlap:
                 envs.step_async(env_actions)
                 run.spent("env")
@@ -573,21 +592,22 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+            # The ranks of a distributed run step at the same time: num_decisions is of all ranks
             num_decisions = run.record(reward, terminated, truncated, infos, in_step=True)
 
             # Store the decisions whose reward has arrived
             if "restarted" in infos:
                 rb.cut(np.flatnonzero(infos["restarted"]))
-            closed = np.flatnonzero(infos["closed"])
+            closed = infos["closed"].nonzero()[0]
             rb.add(closed, reward, terminated, truncated, next_obs, infos)
-            ready = np.flatnonzero(infos["ready"])
-            if run.global_step > learning_starts:  # SB3 and CleanRL differ (1)
+            ready = infos["ready"].nonzero()[0]
+            if run.global_step > first_update_step:  # SB3 and CleanRL differ (1)
                 counters["due_updates"] += args.updates_per_step * num_decisions / distributed.SIZE
 
             # Update the statistics of the observations
             if args.norm_obs:
                 num_new = distributed.total(rb.num_added - counters["normalized"])
-                if num_new >= LOG_INTERVAL * distributed.SIZE:
+                if num_new >= NORM_INTERVAL * distributed.SIZE:
                     new_obs = rb.obs_since(counters["normalized"])
                     agent.obs_rms.update(torch.as_tensor(new_obs, device=args.device))
                     counters["normalized"] = rb.num_added
@@ -615,7 +635,7 @@ def main():
         make_envs,
         describe,
         check,
-        free=["save_buffer"],
+        free=["save_buffer"],  # may differ when a run is resumed
     )
 
 

@@ -1,7 +1,7 @@
 """What gymnasium's API expects from an env, and messages for envs that return something else.
 
-Nothing here runs as long as an env keeps to the API, except `check_observation` and `read_success`, once or twice per
-episode.
+As long as an env keeps to the API, only `step` runs at every step, and `check_observation` and `read_success` once or
+twice per episode.
 """
 
 import inspect
@@ -62,6 +62,23 @@ def explain_reset(env, error):
         )
 
 
+def step(env, action):
+    """Step an env, and return its observation, reward, terminated, truncated and info. The reward is a float, and
+    terminated and truncated are bools."""
+    try:
+        observation, reward, terminated, truncated, info = env.step(action)
+    except (TypeError, ValueError) as error:
+        explain_step(env, action, error)
+        raise
+    if type(reward) is not float:
+        reward = to_number(env, reward)
+    if type(terminated) is not bool:
+        terminated = to_flag(env, "terminated", terminated)
+    if type(truncated) is not bool:
+        truncated = to_flag(env, "truncated", truncated)
+    return observation, reward, terminated, truncated, info
+
+
 def explain_step(env, action, error):
     """Raise an error that says what the step returned, if that is not what gymnasium expects."""
     if raised_by_env(error):
@@ -83,22 +100,29 @@ def describe(result):
 
 
 def to_number(env, reward):
-    """Return a reward that is not a plain number as one. An array with one element is a number too."""
-    if isinstance(reward, int):
-        raise ValueError(f"{name(env)}: the reward is too large for a float: {ADAPT}")
+    """Return a reward that is not a float as one. An array with one element is a number too, a text is none."""
+    if isinstance(reward, (int, np.number)):
+        try:
+            return float(reward)
+        except OverflowError:
+            raise ValueError(f"{name(env)}: the reward is too large for a float: {ADAPT}") from None
     array = np.asarray(reward)
     if array.size == 1 and array.dtype.kind in "biuf":
-        return array.item()
+        return float(array.item())
     fix = ADD_UP if array.size > 1 else ADAPT
-    raise ValueError(f"{name(env)}: the reward is {shape(reward)}, expected a number: {fix}")
+    given = repr(reward)[:60] if isinstance(reward, (str, bytes)) else shape(reward)
+    raise ValueError(f"{name(env)}: the reward is {given}, expected a number: {fix}")
 
 
-def explain_end(env, terminated, truncated):
-    """Raise an error if `terminated` or `truncated` is not one value."""
-    for what, value in (("terminated", terminated), ("truncated", truncated)):
-        if np.size(value) != 1:
-            described = shape(value)
-            raise ValueError(f"{name(env)}: {what} is {described}, expected True or False: {ADAPT}")
+def to_flag(env, what, value):
+    """Return `terminated` or `truncated` as a bool. The text "False" would count as true."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    array = np.asarray(value)
+    if array.size == 1 and array.dtype.kind in "biuf":
+        return bool(array.item())
+    given = repr(value)[:60] if isinstance(value, (str, bytes)) else shape(value)
+    raise ValueError(f"{name(env)}: {what} is {given}, expected True or False: {ADAPT}")
 
 
 def read_success(env, info):
@@ -145,7 +169,12 @@ def check_shape(env, what, value, expected):
         raise ValueError(
             f"{name(env)}: the {what} is None, its space has shape {expected}: correct the env's step and reset"
         )
-    actual = np.shape(value)
+    array = np.asarray(value)
+    if array.dtype.kind in "US":
+        raise ValueError(
+            f"{name(env)}: the {what} has text, its space has numbers: correct the env's step and reset"
+        )
+    actual = array.shape
     if actual != expected and (actual, expected) != ((), (1,)):  # a plain number is a vector of one
         raise ValueError(
             f"{name(env)}: the {what} has shape {actual}, its space has {expected}: correct the env's observation_space"

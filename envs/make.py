@@ -13,10 +13,14 @@ themselves when an episode ends. `infos` contains, with one entry per slot:
     "restarted"         whether the slot's pending decision was lost and a new episode has started
     "stats"             statistics that a Unity or Godot game reports
 
-Observations and actions are vectors: nested spaces are flattened.
+Observations and actions are vectors: nested spaces are flattened. Actions with a continuous and a discrete part are
+rows of both, see envs/hybrid.py.
 
-`envs.set_attr(name, value)` sets an attribute of all gymnasium envs, for example for a curriculum, and
-`envs.get_attr(name)` reads it. A resumed run keeps the values: see envs/sync.py.
+`envs.set_parameters(parameters)` sets environment parameters, numbers and samplers by name, from the next episode of
+each agent on: see envs/parameters.py for gymnasium envs, unity_vec_env.py for Unity. Godot's games have none.
+
+`envs.set_attr(name, value)` sets an attribute of all gymnasium envs at once, and `envs.get_attr(name)` reads it. A
+resumed run keeps the values: see envs/sync.py.
 """
 
 import copy
@@ -32,6 +36,8 @@ import numpy as np
 
 from envs import contract
 from envs.envpool_envs import EnvPoolEnvs
+from envs.hybrid import HybridActions, HybridSpace, is_hybrid
+from envs.parameters import ARGUMENT
 from envs.rendering import load_triton, use_tracking_camera, video_writer
 from envs.sync import RecordedEnvs, SyncEnvs
 from godot_vec_env import GodotVecEnv
@@ -46,7 +52,7 @@ VIDEO_STEPS = 450  # decisions in a video of a scene: half a minute of Crawler
 
 # Arguments of the scripts that UnityVecEnv and GodotVecEnv take under the same name
 PLAYER_ARGS = ("num_players", "base_port", "player_args", "max_restarts")
-UNITY_ARGS = (*PLAYER_ARGS, "behavior", "max_agents", "time_scale")
+UNITY_ARGS = (*PLAYER_ARGS, "behavior", "max_agents", "time_scale", "others", "image_order")
 GODOT_ARGS = (*PLAYER_ARGS, "real_time")
 
 
@@ -61,16 +67,31 @@ def make_envs(args, seed, video=None):
     if game == "Godot":
         return make_godot_envs(args, seed, video)
     if video:
-        env = make_script_env(args, args.env_kwargs | {"render_mode": "rgb_array"})
-        return RecordedEnvs(
-            use_tracking_camera(env, args.env_kwargs), video
-        ), "one gymnasium env, recorded"
-    # EnvPool has other arguments
-    plain = not args.env_kwargs and not args.reset_options
+        rendered = {"render_mode": "rgb_array"}
+
+        def make_recorded(more):
+            env = make_script_env(args, args.env_kwargs | rendered | more)
+            return use_tracking_camera(env, args.env_kwargs)
+
+        envs = RecordedEnvs(make_recorded({}), video, args.env_parameters, make_recorded)
+        return envs, "one gymnasium env, recorded"
+    # EnvPool has other arguments, and no parameters
+    plain = not args.env_kwargs and not args.reset_options and not args.env_parameters
     if args.num_envs > 1 and plain and is_in_envpool(args.env_id):
         return EnvPoolEnvs(args.env_id, args.num_envs, seed), f"EnvPool, {args.num_envs} envs"
-    envs = [make_script_env(args, args.env_kwargs) for _ in range(args.num_envs)]
-    return SyncEnvs(envs), f"{args.num_envs} gymnasium env(s), one after another"
+    make = lambda more: make_script_env(args, args.env_kwargs | more)
+    envs = SyncEnvs([make({}) for _ in range(args.num_envs)], args.env_parameters, make)
+    note_parameters(envs.envs[0], envs.places)
+    return envs, f"{args.num_envs} gymnasium env(s), one after another"
+
+
+def note_parameters(env, places):
+    """Print a line about the parameters that are arguments of the env's constructor."""
+    arguments = [name for name, (place, _) in places.items() if place == ARGUMENT]
+    if arguments:
+        what = "is an argument" if len(arguments) == 1 else "are arguments"
+        made = "the env is made again for every other value"
+        note(f"{env.spec.id}: {' and '.join(arguments)} {what} of its constructor: {made}")
 
 
 def make_script_env(args, env_kwargs):
@@ -81,8 +102,25 @@ def make_script_env(args, env_kwargs):
     return ResetOptions(env, args.reset_options) if args.reset_options else env
 
 
-class UnityEnvs(UnityVecEnv):
-    """UnityVecEnv with an explanation for callers of get_attr and set_attr."""
+class HybridRows:
+    """Lets UnityVecEnv and GodotVecEnv take actions with a continuous and a discrete part as rows of both."""
+
+    def _make_spaces(self):
+        super()._make_spaces()
+        space = self.single_action_space
+        if isinstance(space, gym.spaces.Dict):
+            branches = space["discrete"].nvec.tolist()
+            self.single_action_space = HybridSpace(space["continuous"], branches)
+
+    def _check_actions(self, actions):
+        if isinstance(self.single_action_space, HybridSpace):
+            continuous, discrete = self.single_action_space.split(actions)
+            actions = {"continuous": continuous, "discrete": discrete}
+        return super()._check_actions(actions)
+
+
+class UnityEnvs(HybridRows, UnityVecEnv):
+    """UnityVecEnv for the scripts, with an explanation for callers of get_attr and set_attr."""
 
     def get_attr(self, name):
         raise ValueError("Unity's agents have no attributes here: read them in the Unity project")
@@ -93,8 +131,8 @@ class UnityEnvs(UnityVecEnv):
         )
 
 
-class GodotEnvs(GodotVecEnv):
-    """GodotVecEnv with an explanation for callers of get_attr and set_attr."""
+class GodotEnvs(HybridRows, GodotVecEnv):
+    """GodotVecEnv for the scripts, with an explanation for callers of get_attr and set_attr."""
 
     def get_attr(self, name):
         raise ValueError("Godot's agents have no attributes here: read them in the Godot project")
@@ -111,7 +149,8 @@ def make_unity_envs(args, seed, video=None, **more):
     more: arguments of UnityVecEnv for which the scripts have no option
     """
     settings = {key: getattr(args, key) for key in UNITY_ARGS}
-    settings |= {"parameters": args.env_parameters, "timeout": args.timeout_wait} | more
+    settings |= {"parameters": args.env_parameters, "timeout": args.timeout_wait}
+    settings |= {"flatten_entities": True} | more  # a policy takes them apart by its spec
     if video:
         player_args = (*args.player_args, "--render", str(video))
         settings |= {
@@ -410,7 +449,9 @@ def rescale_far_actions(env):
     - are more than WIDER times wider, or NARROWER times narrower, than -1 and 1.
     Other dimensions are left as they are.
     """
-    space = env.action_space
+    action_space = env.action_space
+    has_choices = isinstance(action_space, HybridSpace)
+    space = action_space.continuous if has_choices else action_space
     if not isinstance(space, gym.spaces.Box):
         return env
     low = space.low.astype(np.float64)
@@ -438,7 +479,14 @@ def rescale_far_actions(env):
     first = np.flatnonzero(far)[0]
     example = f"action {first}, from {low.flat[first]:g} to {high.flat[first]:g}"
     note(f"{env.spec.id}: {far.sum()} of {far.size} action(s) are rescaled to -1 to 1: {example}")
-    return gym.wrappers.TransformAction(env, to_env, near)
+    if not has_choices:
+        return gym.wrappers.TransformAction(env, to_env, near)
+
+    def row_to_env(row):
+        return np.append(to_env(row[: far.size]), row[far.size :])
+
+    near_rows = HybridSpace(near, action_space.branches)
+    return gym.wrappers.TransformAction(env, row_to_env, near_rows)
 
 
 def make_env(env_id, /, **kwargs):
@@ -458,4 +506,6 @@ def make_env(env_id, /, **kwargs):
     if isinstance(space, gym.spaces.Box) and len(space.shape) != 1:
         flat = gym.spaces.Box(space.low.ravel(), space.high.ravel(), dtype=space.dtype)
         env = gym.wrappers.TransformAction(env, lambda action: action.reshape(space.shape), flat)
+    elif is_hybrid(space):
+        env = HybridActions(env)
     return env

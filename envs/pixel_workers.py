@@ -46,8 +46,8 @@ class Group(SyncEnvs):
         "obs.NAME" and "final.NAME"; other processes may share their memory
     """
 
-    def __init__(self, envs, arrays):
-        super().__init__(envs)
+    def __init__(self, envs, arrays, parameters=None, make=None):
+        super().__init__(envs, parameters, make)
         self.arrays = arrays
         self.names = list(envs[0].observation_space.spaces)
         self.shapes = [(name, x.shape) for name, x in envs[0].observation_space.spaces.items()]
@@ -84,21 +84,9 @@ class Group(SyncEnvs):
             first = not episode.actions
             if first:
                 episode.note_first_step(env)
-            try:
-                obs, reward, term, trunc, info = env.step(actions[i])
-            except (TypeError, ValueError) as error:
-                contract.explain_step(env, actions[i], error)
-                raise
-            try:
-                rewards[i] = reward
-            except (TypeError, ValueError, OverflowError):
-                rewards[i] = contract.to_number(env, reward)
-            try:
-                terminated[i] = term
-                truncated[i] = trunc
-            except (TypeError, ValueError):
-                contract.explain_end(env, term, trunc)
-                raise
+            obs, rewards[i], term, trunc, info = contract.step(env, actions[i])
+            terminated[i] = term
+            truncated[i] = trunc
             if self._differs(obs):
                 contract.check_observation(env, obs)
             if term or trunc:
@@ -120,13 +108,18 @@ class Group(SyncEnvs):
         return restarted
 
 
-def make_group(env, num_envs, env_id, settings, arrays):
+def make_group(env, num_envs, env_id, settings, parameters, arrays):
     """Return a Group of `env` and as many more envs as make `num_envs`. All of them render with the viewer of `env`.
 
-    settings: arguments of make_pixel_env
+    settings: arguments of make_pixel_env. parameters: numbers and samplers, by name
     """
     others = [make_pixel_env(env_id, painter=env, **settings) for _ in range(num_envs - 1)]
-    return Group([env, *others], arrays)
+
+    def make(arguments):
+        env_kwargs = (settings.get("env_kwargs") or {}) | arguments
+        return make_pixel_env(env_id, **settings | {"env_kwargs": env_kwargs})
+
+    return Group([env, *others], arrays, parameters, make)
 
 
 class Worker:
@@ -255,7 +248,7 @@ def work():
     all_arrays, _ = carve(job["layout"], job["num_envs"], memory)
     arrays = {name: array[first:last] for name, array in all_arrays.items()}
     env = make_pixel_env(job["env_id"], **job["settings"])
-    group = make_group(env, last - first, job["env_id"], job["settings"], arrays)
+    group = make_group(env, last - first, job["env_id"], job["settings"], job["parameters"], arrays)
 
     def answer(value):
         answers.write(json.dumps(value).encode() + b"\n")
@@ -273,6 +266,8 @@ def work():
             answer(to_json(group.episode_states()))
         elif request == "restore":
             answer(group.restore(value))
+        elif request == "set_parameters":
+            answer(group.set_parameters(value))
         elif request == "get_attr":
             answer(get_encoded(group, value))
         elif request == "set_attr":

@@ -12,7 +12,9 @@ import gymnasium as gym
 import numpy as np
 
 from envs import attributes
-from envs.make import VIDEO_STEPS, make_godot_envs, make_unity_envs
+from envs.hybrid import HybridSpace
+from envs.make import VIDEO_STEPS, make_godot_envs, make_unity_envs, note_parameters
+from envs.parameters import ARGUMENT, find_places
 from envs.pixel_workers import (
     REPLAY_TIMEOUTS,
     START_TIMEOUTS,
@@ -50,10 +52,10 @@ def make_envs(args, seed, video=None):
     # Only a size that the user chose resizes images; copies of the script may have a default
     if args.from_pixels or args.image_size != type(args).image_size:
         settings["image_size"] = args.image_size
+    settings["parameters"] = args.env_parameters
     if video:
-        return RecordedPixelEnvs(
-            PixelEnvs(args.env_id, 1, **settings), video
-        ), "one gymnasium env, recorded"
+        envs = PixelEnvs(args.env_id, 1, **settings)
+        return RecordedPixelEnvs(envs, video), "one gymnasium env, recorded"
     where = f"in {args.num_workers} workers" if args.num_workers else "one after another"
     envs = PixelEnvs(
         args.env_id, args.num_envs, args.num_workers, timeout=args.timeout_wait, **settings
@@ -74,6 +76,8 @@ def describe_seen(args, envs):
     }
     if not images:
         kind = "continuous" if isinstance(envs.single_action_space, gym.spaces.Box) else "discrete"
+        if isinstance(envs.single_action_space, HybridSpace):
+            kind = "hybrid"
         renderable = hasattr(envs, "num_workers") and is_rendered_by_mujoco(args.env_id)
         advice = f"ppo_{kind}_multiagent.py takes vectors" + (
             "; --from-pixels renders it" if renderable else ""
@@ -94,11 +98,30 @@ def frame_stack(args):
     return 4 if atari else 1
 
 
+def check_parameters(env, parameters, settings):
+    """Refuse parameters that the env does not have. Rendered envs share a viewer and can't be made again."""
+    places = find_places(env, parameters)
+    for name, (place, _) in places.items():
+        if place == ARGUMENT and settings.get("from_pixels"):
+            what = f"environment parameter {name} is an argument of {env.spec.id}'s constructor"
+            raise ValueError(f"{what}: with --from-pixels only attributes can change")
+    note_parameters(env, places)
+
+
+def refuse_nested_actions(env_id, env):
+    has_images = any(name != "vector" for name in env.observation_space.spaces)
+    advice = "ppo_hybrid_multiagent.py takes vectors"
+    if has_images:
+        advice = "this script supports continuous or discrete actions, not both at once"
+    raise ValueError(f"{env_id} has actions {env.action_space}: {advice}")
+
+
 class PixelEnvs:
     """Gymnasium envs with images, in this process (`num_workers` 0) or in worker processes."""
 
-    def __init__(self, env_id, num_envs, num_workers=0, timeout=60, **settings):
-        """timeout: seconds to wait for an answer of a worker. settings: arguments of make_pixel_env"""
+    def __init__(self, env_id, num_envs, num_workers=0, timeout=60, parameters=None, **settings):
+        """timeout: seconds to wait for an answer of a worker. parameters: numbers and samplers, by name. settings:
+        arguments of make_pixel_env"""
         self.timeout = timeout
         self.num_envs = num_envs
         self.num_workers = min(num_workers, num_envs)
@@ -108,6 +131,10 @@ class PixelEnvs:
 
         # One env tells the spaces, and so the layout of the arrays
         env = make_pixel_env(env_id, **settings)
+        parameters = {name: str(value) for name, value in (parameters or {}).items()}
+        check_parameters(env, parameters, settings)
+        if env.action_space.shape is None:  # a Dict or Tuple
+            refuse_nested_actions(env_id, env)
         self.single_observation_space = env.observation_space
         self.single_action_space = env.action_space
         self.fps = env.metadata.get("render_fps", 30)
@@ -124,12 +151,12 @@ class PixelEnvs:
 
         if self.num_workers == 0:
             self.arrays, _ = carve(layout, num_envs, None)
-            self.group = make_group(env, num_envs, env_id, settings, self.arrays)
+            self.group = make_group(env, num_envs, env_id, settings, parameters, self.arrays)
         else:
             env.close()
-            self._start_workers(env_id, settings, layout)
+            self._start_workers(env_id, settings, parameters, layout)
 
-    def _start_workers(self, env_id, settings, layout):
+    def _start_workers(self, env_id, settings, parameters, layout):
         with shared_file() as (file, path, files):
             _, size = carve(layout, self.num_envs, None)
             file.truncate(size)
@@ -138,6 +165,7 @@ class PixelEnvs:
             job = {
                 "env_id": env_id,
                 "settings": settings,
+                "parameters": parameters,
                 "num_envs": self.num_envs,
                 "layout": layout,
             }
@@ -202,6 +230,14 @@ class PixelEnvs:
             if self.arrays["success"][i] >= 0:
                 infos.setdefault("is_success", {})[i] = bool(self.arrays["success"][i])
         return self._obs(), rewards, terminated, truncated, infos
+
+    def set_parameters(self, parameters):
+        """Set environment parameters from the next episode of each env on, as SyncEnvs does."""
+        if self.workers:
+            texts = {name: str(value) for name, value in parameters.items()}
+            self._request("set_parameters", [texts] * len(self.workers))
+        else:
+            self.group.set_parameters(parameters)
 
     def get_attr(self, name):
         """Return the attribute `name` of each env. Workers only send numbers, strings, None and small arrays."""
@@ -286,8 +322,12 @@ class RecordedPixelEnvs:
         self.single_action_space = envs.single_action_space
         self.single_observation_space = envs.single_observation_space
         self.video = video_writer(path, envs.fps)
-        self.env = envs.group.envs[0]
         self.renderer = self._make_renderer()
+
+    @property
+    def env(self):
+        """The env, which may have been made again for another parameter."""
+        return self.envs.group.envs[0]
 
     def _make_renderer(self):
         """Return a renderer of gymnasium's MuJoCo envs in the size of the video, None for other envs."""

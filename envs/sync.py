@@ -4,11 +4,15 @@ import gymnasium as gym
 import numpy as np
 
 from envs import attributes, contract
+from envs import parameters as env_parameters
+from envs.hybrid import HybridSpace
 from envs.rendering import NEEDS_GL, choose_gl, disable_expensive_rendering, video_writer
 from onefile_rl.engines.limits import SAFE_SQUARES, describe, find_invalid
+from onefile_rl.engines.samplers import parse
 from onefile_rl.engines.scenes import EngineError, derive_seed
 
 MAX_REPLAY_STEPS = 100_000  # longer episodes are not kept for a resume
+SAMPLERS = 1  # makes the random numbers of samplers other than those of the env with the same seed
 
 
 class SyncEnvs:
@@ -20,10 +24,14 @@ class SyncEnvs:
     the attributes that the episode started with, and the values set by `set_attr` from the step on at which they were
     set. An attribute that is assigned directly (`envs.envs[0].unwrapped.g = 4.2`) is restored too, exactly if that
     happens between two episodes; during an episode, use `set_attr`.
+
+    parameters: numbers and samplers, by name; see `set_parameters`
+    make: called with arguments of the env's constructor, by name, returns another env with these arguments
     """
 
-    def __init__(self, envs):
+    def __init__(self, envs, parameters=None, make=None):
         self.envs = envs
+        self.make = make
         self.num_envs = len(envs)
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
@@ -43,11 +51,24 @@ class SyncEnvs:
         self.episodes = []
         self.last_obs = None
 
+        # Environment parameters. Lists have an entry for each env
+        self.parameters = {}
+        self.places = {}
+        self.rngs = [None] * self.num_envs  # of the samplers
+        self.values = [{} for _ in envs]  # in the running episode
+        self.first_values = [{} for _ in envs]  # when the env was made
+        self.set_parameters(parameters or {})
+
     def reset(self, seed):
         seeds = [derive_seed(seed, i) for i in range(self.num_envs)]
         observations = []
         self.episodes = []
-        for env, env_seed in zip(self.envs, seeds, strict=True):
+        for i, env_seed in enumerate(seeds):
+            self.rngs[i] = np.random.default_rng([env_seed, SAMPLERS])
+            self._draw_parameters(i)
+            env = self.envs[i]
+            if self.first_seeds is None:
+                self.first_values[i] = self.values[i]
             episode = Episode(env, seed=env_seed)
             observations.append(episode.reset(env))
             self.episodes.append(episode)
@@ -86,21 +107,9 @@ class SyncEnvs:
             first = not episode.actions
             if first:
                 episode.note_first_step(env)
-            try:
-                observation, reward, term, trunc, info = env.step(actions[i])
-            except (TypeError, ValueError) as error:
-                contract.explain_step(env, actions[i], error)
-                raise
-            try:
-                rewards[i] = reward
-            except (TypeError, ValueError, OverflowError):
-                rewards[i] = contract.to_number(env, reward)
-            try:
-                terminated[i] = term
-                truncated[i] = trunc
-            except (TypeError, ValueError):
-                contract.explain_end(env, term, trunc)
-                raise
+            observation, rewards[i], term, trunc, info = contract.step(env, actions[i])
+            terminated[i] = term
+            truncated[i] = trunc
             if getattr(observation, "shape", None) != shape:  # numpy would copy one number into all
                 contract.check_observation(env, observation)
             if term or trunc:
@@ -123,8 +132,57 @@ class SyncEnvs:
 
     def _next_episode(self, i):
         """Start a new episode of env i and return its first observation."""
+        if self.parameters:
+            self._draw_parameters(i)
         self.episodes[i] = Episode(self.envs[i])
         return self.episodes[i].reset(self.envs[i])
+
+    def set_parameters(self, parameters):
+        """Set environment parameters, numbers and samplers by name, from the next episode of each env on."""
+        parsed = {name: parse(value) for name, value in parameters.items()}
+        self.places |= env_parameters.find_places(self.envs[0], parsed)
+        self.parameters |= parsed
+
+    def _draw_parameters(self, i):
+        """Give the parameters of env i their values for its next episode."""
+        values = env_parameters.draw(self.parameters, self.places, self.rngs[i])
+        arguments = env_parameters.arguments_among(values, self.places)
+        if arguments != env_parameters.arguments_among(self.values[i], self.places):
+            self._make_again(i, values)
+        self.values[i] = values
+        env_parameters.set_attributes(self.envs[i], values, self.places)
+
+    def _make_again(self, i, values):
+        """Replace env i by one whose constructor gets other arguments. It continues the random numbers of the last."""
+        env = self._new_env(i, values)
+        if self.first_seeds is not None:
+            self._prepare(env, i, self.first_seeds[i], values)
+            state = self.envs[i].unwrapped.np_random.bit_generator.state
+            env.unwrapped.np_random.bit_generator.state = state
+        self.envs[i].close()
+        self.envs[i] = env
+
+    def _new_env(self, i, values):
+        arguments = env_parameters.arguments_among(values, self.places)
+        env = self.make(arguments)
+        for ours, theirs in (
+            (self.single_observation_space, env.observation_space),
+            (self.single_action_space, env.action_space),
+        ):
+            if ours != theirs:
+                env.close()
+                fix = "the agent needs the same in all lessons"
+                raise EngineError(
+                    f"with {arguments} env {i} has the space {theirs}, before it had {ours}: {fix}"
+                )
+        return env
+
+    def _prepare(self, env, i, first_seed, values):
+        """Make the first reset of a new env, with the same result in a resumed run."""
+        env_parameters.set_attributes(env, values, self.places)
+        env.reset(seed=first_seed)
+        self.first_values[i] = values
+        self.first_attributes[i] = attributes.read(env)
 
     def get_attr(self, name):
         """Return the attribute `name` of each env, from `env.unwrapped`."""
@@ -154,7 +212,9 @@ class SyncEnvs:
         states = []
         for i, episode in enumerate(self.episodes):
             state = episode.state(self.envs[i], self.first_attributes[i])
-            states.append({"first_seed": self.first_seeds[i], **state})
+            first = {"first_seed": self.first_seeds[i], "first_parameters": self.first_values[i]}
+            now = {"parameters": self.values[i], "samplers": self.rngs[i].bit_generator.state}
+            states.append({**first, **now, **state})
         return states
 
     def restore(self, state):
@@ -173,14 +233,28 @@ class SyncEnvs:
     def _replay(self, states):
         """Replay the running episode of each env. Return the observations and the envs that start a new episode."""
         self.first_seeds = [state["first_seed"] for state in states]
-        self.first_attributes = []
+        self.first_attributes = [None] * self.num_envs
         self.episodes = []
         observations = []
         restarted = []
-        for i, (env, state) in enumerate(zip(self.envs, states, strict=True)):
-            # The first reset of the run again, so that attributes of the env's first episode are the same
-            env.reset(seed=state["first_seed"])
-            self.first_attributes.append(attributes.read(env))
+        for i, state in enumerate(states):
+            # The first reset of the env again, so that attributes of its first episode are the same. Checkpoints of
+            # earlier versions have no parameters
+            self.rngs[i] = np.random.default_rng([state["first_seed"], SAMPLERS])
+            if "samplers" in state:
+                self.rngs[i].bit_generator.state = state["samplers"]
+            first_values = state.get("first_parameters", {})
+            self.values[i] = state.get("parameters", {})
+            self.places |= env_parameters.find_places(
+                self.envs[i], {**first_values, **self.values[i]}
+            )
+            if env_parameters.arguments_among(first_values, self.places):
+                env = self._new_env(i, first_values)
+                self.envs[i].close()
+                self.envs[i] = env
+            env = self.envs[i]
+            self._prepare(env, i, state["first_seed"], first_values)
+            env_parameters.set_attributes(env, self.values[i], self.places)
             episode, observation = Episode.replay(env, state)
             self.episodes.append(episode)
             same = observation is not None and self._equals_last(i, observation)
@@ -303,9 +377,9 @@ class Episode:
 class RecordedEnvs(SyncEnvs):
     """One env and a video of it."""
 
-    def __init__(self, env, path):
+    def __init__(self, env, path, parameters=None, make=None):
         choose_gl()
-        super().__init__([env])
+        super().__init__([env], parameters, make)
         if hasattr(env.unwrapped, "model"):
             disable_expensive_rendering(env.unwrapped.model)
         self.video = video_writer(path, env.metadata.get("render_fps", 30))
@@ -339,6 +413,8 @@ class RecordedEnvs(SyncEnvs):
 
 def count_discrete_actions(space):
     """Return the number of discrete actions of all branches together, 0 for continuous actions."""
+    if isinstance(space, HybridSpace):
+        return sum(space.branches)
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n)
     return int(space.nvec.sum()) if isinstance(space, gym.spaces.MultiDiscrete) else 0

@@ -60,6 +60,9 @@ def check(args):
     if args.num_actors and args.base_port is not None:
         given = f"--base-port {args.base_port}"
         raise ValueError(f"{given}: --num-actors launch their own players, leave it out")
+    if args.num_actors and args.curriculum:
+        fix = "leave --num-actors out, or give --env-parameters instead"
+        raise ValueError(f"--curriculum: actor processes have no lessons; {fix}")
 
 
 def replace_envs(make_envs, script, args, seed, **options):
@@ -87,7 +90,12 @@ class ActorProcesses:
         self.num_envs = args.num_actors * envs.num_envs
         self.single_observation_space = envs.single_observation_space
         self.single_action_space = envs.single_action_space
-        for name in ("bins", "sensors", "inputs"):  # parts of the spec that not all envs have
+        for name in (
+            "bins",
+            "sensors",
+            "entities",
+            "inputs",
+        ):  # parts of the spec that not all envs have
             if hasattr(envs, name):
                 setattr(self, name, getattr(envs, name))
 

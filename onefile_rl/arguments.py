@@ -26,10 +26,15 @@ import torch.nn as nn
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from onefile_rl import distributed, fast
-from onefile_rl.checkpoints import free_memory, load
+from envs.hybrid import HybridSpace
+from onefile_rl import curriculum, distributed, fast
+from onefile_rl.checkpoints import load
+from onefile_rl.engines.files import free_memory
+from onefile_rl.engines.onnx_policy import find_policy, parse_others
 from onefile_rl.engines.printing import printable
+from onefile_rl.engines.samplers import parse
 from onefile_rl.engines.scenes import derive_seed, engine
+from onefile_rl.entities import HEADS, UNITS
 from onefile_rl.trust import risks
 
 # Arguments that may differ when a run is resumed.
@@ -43,6 +48,7 @@ FREE = {
     "godot_path",
     "keep_checkpoints",
     "max_restarts",
+    "others",
     "real_time",
     "resume",
     "rollout_share",
@@ -86,6 +92,7 @@ LARGEST_FLOAT = 1e30
 SCRIPTS = {
     "continuous": "ppo_continuous_multiagent.py or sac_continuous.py",
     "discrete": "ppo_discrete_multiagent.py",
+    "hybrid": "ppo_hybrid_multiagent.py",
 }
 
 
@@ -99,12 +106,16 @@ def parse_json_object(words):
     return value
 
 
-def parse_named_numbers(words):
-    numbers = {}
+def parse_parameters(words):
+    """Return numbers and texts of samplers, by name. check() refuses other texts."""
+    parameters = {}
     for word in words:
-        name, number = word.split("=")
-        numbers[name] = float(number)
-    return numbers
+        name, value = word.split("=")
+        try:
+            parameters[name] = curriculum.plain_value(parse(value))
+        except ValueError:
+            parameters[name] = value
+    return parameters
 
 
 def dict_option(nargs, metavar, parse, to_words):
@@ -117,11 +128,19 @@ def dict_option(nargs, metavar, parse, to_words):
 
 
 JsonObject = dict_option(1, "JSON", parse_json_object, lambda value: [json.dumps(value)])
-Numbers = dict_option(
+Parameters = dict_option(
     "*",
-    "NAME=NUMBER",
-    parse_named_numbers,
-    lambda value: [f"{name}={number:g}" for name, number in value.items()],
+    "NAME=VALUE",
+    parse_parameters,
+    lambda value: [f"{name}={curriculum.value_text(x)}" for name, x in value.items()],
+)
+Lessons = dict_option(1, "FILE.yaml", lambda words: curriculum.read(words[0]), curriculum.describe)
+
+Policies = dict_option(
+    "*",
+    "NAME=FILE",
+    parse_others,
+    lambda value: [f"{name}={path}" for name, path in value.items()],
 )
 
 
@@ -154,6 +173,10 @@ class Args:
     """keyword arguments of the gymnasium env as a JSON object, for example '{"ctrl_cost_weight": 0.2}'"""
     reset_options: JsonObject = field(default_factory=dict)
     """options that a gymnasium env gets with every reset, as a JSON object, for example '{"low": -0.1, "high": 0.1}'"""
+    env_parameters: Parameters = field(default_factory=dict)
+    """parameters of a Unity scene or gymnasium env, numbers or samplers, for example scale=2 'mass=uniform(0.5,10)'"""
+    curriculum: Lessons = field(default_factory=dict)
+    """a YAML file with lessons for these parameters, in ML-Agents' format (environment_parameters)"""
     num_envs: int = 1
     """the number of parallel gymnasium envs; in a Unity or Godot scene every agent counts as one env"""
 
@@ -163,7 +186,9 @@ class Args:
     godot_path: str | None = None
     """the Godot game to launch (exported, or a folder with project.godot), or "editor" to wait for its Play button"""
     behavior: str | None = None
-    """the Unity behavior or Godot policy to train, for games that have several"""
+    """the Unity behavior (all its teams, or one: NAME?team=0) or Godot policy to train, for games that have several"""
+    others: Policies = field(default_factory=dict)
+    """policies of Unity behaviors that are not trained: NAME=FILE.onnx or NAME=runs/NAME; by default, random actions"""
     num_players: int = 1
     """the number of Unity or Godot processes to launch; their agents are trained together"""
     player_args: tuple[str, ...] = ()
@@ -176,10 +201,12 @@ class Args:
     """the seconds to wait for an answer of a player or a worker process before it counts as hanging"""
     max_agents: int | None = None
     """the number of agent slots per Unity player; by default, the number of agents in the first step"""
-    env_parameters: Numbers = field(default_factory=dict)
-    """the environment parameters of a Unity scene, for example mass=3 scale=0.5"""
+    flat_entities: bool = False
+    """take the rows of a Unity scene's BufferSensors as plain inputs, without attention"""
     time_scale: float = 20.0
     """the speed of a Unity scene as a multiple of real time"""
+    image_order: Literal["auto", "channels-first", "channels-last"] = "auto"
+    """the order of uncompressed images that a Unity scene declares as channels first; auto: by ML-Agents' version"""
     real_time: bool = False
     """run a Godot game in a window and in real time"""
 
@@ -192,6 +219,12 @@ class Args:
     """record videos of the deterministic policy in runs/NAME/videos; recording uses a separate env"""
     video_interval: int = 500_000
     """the number of decisions between two videos"""
+
+    # Starting from another run
+    init_from: str | None = None
+    """start with the weights and statistics of this run or checkpoint, runs/NAME or runs/NAME/best.pt"""
+    init_partly: bool = False
+    """with --init-from: start what does not fit new, and print a line for each part"""
 
     # Using a run
     resume: str | None = None
@@ -354,8 +387,19 @@ def check_names_and_numbers(args):
         raise ValueError(f"--rollout-share {args.rollout_share}: must be above 0 and at most 1")
 
     for name, value in args.env_parameters.items():
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise ValueError(f"--env-parameters {name}={value}: must be a finite number")
+        curriculum.check_name(name, "--env-parameters")
+        try:
+            parse(value)
+        except ValueError as error:
+            raise ValueError(f"--env-parameters {name}={printable(value)}: {error}") from None
+    if args.init_partly and args.init_from is None:
+        raise ValueError("--init-partly: give --init-from too")
+    curriculum.check(args.curriculum)
+    both = sorted(args.env_parameters.keys() & args.curriculum.keys())
+    if both and args.evaluate is None:
+        raise ValueError(
+            f"--env-parameters {both[0]}: --curriculum sets it too, remove it from one of them"
+        )
 
     # The name becomes a part of a folder's name.
     if not re.fullmatch(r"[\w.+-]+", args.exp_name) or args.exp_name.startswith("."):
@@ -392,12 +436,22 @@ def check_engine_options(args):
         )
     if game == "Godot" and args.env_parameters:
         raise ValueError(
-            "--env-parameters is for Unity scenes; use --player-args=--NAME=VALUE for a Godot game"
+            "--env-parameters is for Unity scenes and gymnasium envs; use --player-args=--NAME=VALUE for a Godot game"
         )
-    if game is None and args.env_parameters:
+    if game == "Godot" and args.curriculum:
         raise ValueError(
-            "--env-parameters is for Unity scenes; use --env-kwargs for a gymnasium env"
+            "--curriculum is for Unity scenes and gymnasium envs; let a Godot game choose its lessons itself"
         )
+    if args.others and game != "Unity":
+        fix = "agents of other policies act at random" if game else "a gymnasium env has none"
+        raise ValueError(f"--others is for the behaviors of Unity scenes: leave it out, {fix}")
+    for name, path in args.others.items():
+        if not isinstance(path, str):
+            raise ValueError(f"--others {printable(name)}={printable(path)}: give a path")
+        if args.export is None:  # an export needs no env
+            find_policy(name, path)
+    if args.image_order != "auto" and game != "Unity":
+        raise ValueError("--image-order is for Unity scenes: leave it out")
     if game == "Godot" and args.max_agents:
         problem = "the number of agents of a Godot game is fixed; leave the option out"
         raise ValueError(f"--max-agents {args.max_agents}: {problem}")
@@ -483,6 +537,10 @@ def rollout_bytes(spec, num_rows, minibatch_size):
     # Observations and next observations, both again in the batch, and once more in normalized form
     vectors = 5 * 4 * num_rows * (spec.get("obs_dim") or spec.get("vector", 0))
 
+    # Embeddings, attention scores and sums of entities while the log-probs of all rows are computed
+    for _, rows, _ in spec.get("entities", []):
+        vectors += 4 * num_rows * rows * (10 * UNITS + 2 * HEADS * rows)
+
     # Each image once as bytes, final ones in addition, and the stacks of a minibatch as floats
     pixels = sum(math.prod(shape) for shape in spec.get("images", {}).values())
     stacks = 2 * 4 * minibatch_size * spec.get("stack", 1) * pixels
@@ -492,11 +550,13 @@ def rollout_bytes(spec, num_rows, minibatch_size):
 # The spec of a policy
 
 
-def describe(args, envs, discrete=False):
+def describe(args, envs, discrete=False, hybrid=False, entities=False):
     """Return the spec of a policy on vectors: sizes of observations and actions, and bounds, as plain numbers.
 
     A checkpoint stores the spec, and agents are built from it. discrete: whether the script is for discrete actions.
-    An env that the script does not support is refused with the name of the script that does.
+    hybrid: whether it is for continuous and discrete actions together. entities: whether its policy attends to
+    entities; the rows of a BufferSensor are flattened otherwise. An env that the script does not support is refused
+    with the name of the script that does.
     """
     obs_space = envs.single_observation_space
     action_space = envs.single_action_space
@@ -504,26 +564,54 @@ def describe(args, envs, discrete=False):
         kind = "continuous"
     elif isinstance(action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         kind = "discrete"
+    elif isinstance(action_space, HybridSpace):
+        kind = "hybrid"
     else:
-        supported = "the scripts support continuous and discrete actions only"
+        supported = (
+            "the scripts support Box, Discrete and MultiDiscrete, and a Dict or Tuple of both kinds"
+        )
         raise ValueError(f"{args.env_id} has actions {action_space}: {supported}")
     if not isinstance(obs_space, gym.spaces.Box):
         supported = "this script supports vectors only; use ppo_pixel.py for images"
         raise ValueError(f"{args.env_id} has observations {obs_space}: {supported}")
-    if kind != ("discrete" if discrete else "continuous"):
+    if kind != ("hybrid" if hybrid else "discrete" if discrete else "continuous"):
         raise ValueError(f"{args.env_id} has actions {action_space}: use {SCRIPTS[kind]}")
 
     (obs_dim,) = obs_space.shape
     spec = {"obs_dim": obs_dim, "sensors": getattr(envs, "sensors", [obs_dim])}
     if hasattr(envs, "inputs"):  # Godot's observations have names
         spec["inputs"] = envs.inputs
+    if found := describe_entities(args, envs, entities):
+        spec["entities"] = found
     if kind == "continuous":
         return spec | {"action_dim": action_space.shape[0]} | bounds(action_space)
+    if kind == "hybrid":
+        if hasattr(envs, "action_order"):  # Godot's exported policies keep the order of the game
+            spec["action_order"] = envs.action_order
+        spec["action_dim"] = action_space.continuous.shape[0]
+        spec["branches"] = action_space.branches
+        return spec | bounds(action_space.continuous)
     sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
     return spec | {
         "branches": np.ravel(sizes).tolist(),
         "start": np.ravel(action_space.start).tolist(),
     }
+
+
+def describe_entities(args, envs, supported):
+    """Return (first column, rows, size) of each sensor with entities, empty if the policy is to take them as columns.
+
+    A line names the entities that a script does not support.
+    """
+    found = getattr(envs, "entities", {})
+    if args.flat_entities or not found:
+        return []
+    if not supported:
+        sensors = [f"{name} ({rows} x {size})" for name, (_, rows, size) in found.items()]
+        where = "the PPO scripts for vectors attend to them"
+        print(f"Flattening the entities of {', '.join(sensors)}: {where}", flush=True)
+        return []
+    return [list(entities) for entities in found.values()]
 
 
 def bounds(space):
@@ -559,9 +647,13 @@ def command_line(script, Args, presets, doc):
     """
     # Read the options that decide about the defaults before tyro parses everything.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("env_id", "unity_path", "godot_path", "resume", "evaluate", "export"):
+    names = ("env_id", "unity_path", "godot_path", "resume", "evaluate", "export", "curriculum")
+    for name in names:
         parser.add_argument(option(name), f"--{name}")
     given, _ = parser.parse_known_args()
+    if given.curriculum is not None:
+        # An error is one line here, and a box in tyro's output
+        curriculum.read(given.curriculum, report=True)
 
     sources = [
         name for name in ("resume", "evaluate", "export") if getattr(given, name) is not None

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import stat
-import zipfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from onefile_rl.engines.files import read
 from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.trust import is_signed, strings
@@ -48,7 +48,6 @@ STRUCTURE = {
     "seal": str,
     "envs": object,
 }
-MAX_DEPTH = 50  # of dicts and lists inside of each other
 LARGEST_COUNT = 2**41  # --total-timesteps is at most 2**40
 # The types of an agent's tensors
 DTYPES = {
@@ -410,8 +409,10 @@ def fingerprint(script):
     return hashlib.sha256(Path(script).read_bytes()).hexdigest()
 
 
-def load(path, script):
+def load(path, script, any_script=False):
     """Return the path and the content of a checkpoint of this script. `path` is a file, or the folder of a run.
+
+    any_script: accept a checkpoint of another script too
 
     The content has two more entries: "signed", whether this machine has written it, and "trusted", whether its envs may
     be restored too. Everything is checked before memory is taken for it.
@@ -430,7 +431,7 @@ def load(path, script):
     if problem:
         raise ValueError(f"{path} is not a valid checkpoint: {problem}")
     name = Path(script).stem
-    if state["script"] != name:
+    if state["script"] != name and not any_script:
         why = "another network may have the same weights"
         raise ValueError(
             f"{path} is a checkpoint of {printable(state['script'])}.py, and this is {name}.py: {why}"
@@ -449,78 +450,6 @@ def load(path, script):
     return path, state
 
 
-def read(path):
-    """Return the content of a file that `save` wrote, without running code. Its size is bounded by that of the file."""
-    incomplete = f"{path} is not a checkpoint, or is incomplete"
-    try:
-        size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such checkpoint") from None
-    except Exception:
-        raise ValueError(incomplete) from None
-
-    # torch does not compress, so what is larger than the file was made to fill the memory
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError(incomplete)
-    if sum(entry.file_size for entry in entries) > size:
-        raise ValueError(incomplete)
-    if size > free_memory():
-        raise ValueError(f"{path} does not fit into the free memory: it has {size:,} bytes")
-
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        fits = is_bounded(state, size)
-    except Exception:
-        raise ValueError(incomplete) from None
-    if not fits:
-        raise ValueError(f"{path} is not a valid checkpoint: it is larger than its file")
-    return state
-
-
-def free_memory():
-    """Return the bytes of free memory, or infinity where this is not known. Only Linux is checked."""
-    try:
-        with open("/proc/meminfo") as file:
-            available = next(line for line in file if line.startswith("MemAvailable"))
-    except OSError:
-        return float("inf")
-    return 1024 * int(available.split()[1])
-
-
-def is_bounded(state, size):
-    """Return whether the content of a checkpoint is not larger than its file, which has `size` bytes.
-
-    A few bytes can describe more: a tensor whose elements share memory, or lists that contain each other many times.
-    """
-    count = 0
-    num_bytes = 0
-    level = [state]
-    for _ in range(MAX_DEPTH):
-        inner = []
-        for x in level:
-            if isinstance(x, dict):
-                inner += [*x.keys(), *x.values()]
-            elif isinstance(x, (list, tuple, set)):
-                inner += x
-            elif isinstance(x, torch.Tensor):
-                if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized:
-                    return False
-                num_bytes += x.numel() * x.element_size()
-                if x.numel() * x.element_size() > x.untyped_storage().nbytes():
-                    return False
-            if len(inner) > size:
-                return False
-        count += len(inner)
-        if count > size or num_bytes > 4 * size:
-            return False
-        if not inner:
-            return True
-        level = inner
-    return False
-
-
 def structure_problem(state):
     """Return what is wrong with the entries of a checkpoint, or None."""
     for key, kind in STRUCTURE.items():
@@ -528,7 +457,8 @@ def structure_problem(state):
             return f"it has no {key}"
         if not isinstance(state[key], kind) or isinstance(state[key], bool):
             return f"{key} is a {type(state[key]).__name__}"
-    for key, kind in {"files": dict, "run": str}.items():  # missing in earlier versions
+    # Missing in earlier versions
+    for key, kind in {"files": dict, "run": str, "curriculum": dict}.items():
         if not isinstance(state.get(key, kind()), kind):
             return f"{key} is a {type(state[key]).__name__}"
     for key in ("iteration", "global_step"):

@@ -7,6 +7,7 @@ torchrun starts the ranks, and starts them again if one fails (--max-restarts). 
 for connections from other machines, see docs/cluster.md. A script uses
 
     distributed.average_gradients(parameters, weight)   before each optimizer step
+    distributed.average_buffers(module)                 running statistics, after an update
     distributed.normalize(advantages)                   with the mean and std of all ranks
     distributed.moments(x)                              mean, variance and number of the rows of all ranks
 
@@ -149,6 +150,16 @@ def average_gradients(parameters, weight=1.0):
     averaged = average(torch.cat([grad.flatten() for grad in grads]), weight)
     for grad, part in zip(grads, averaged.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
+
+
+def average_buffers(module):
+    """Replace the floating-point buffers of a module, such as running statistics, by their mean over all ranks."""
+    if SIZE == 1:
+        return
+    buffers = [x for x in module.buffers() if x.is_floating_point()]
+    averaged = average(torch.cat([x.flatten() for x in buffers]))
+    for x, part in zip(buffers, averaged.split([x.numel() for x in buffers]), strict=True):
+        x.copy_(part.view_as(x))
 
 
 def normalize(x):

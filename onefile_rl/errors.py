@@ -35,6 +35,22 @@ def is_message(error, script):
     return is_own(error, script) and code.co_code[traceback.tb_lasti] == RAISE
 
 
+def is_out_of_memory(error):
+    """Return whether an exception says that there is not enough memory. torch raises a RuntimeError on the CPU."""
+    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
+    return isinstance(error, MemoryError) or is_torch
+
+
+def describe_out_of_memory(error):
+    """Return a line about an exception for which is_out_of_memory() is true."""
+    traceback = raised_at(error)
+    place = f"{traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno}"
+    reason = (str(error).splitlines() or [""])[0]
+    given = f" ({reason})" if reason else ""
+    fix = "end other programs, or use fewer envs or smaller batches"
+    return f"{place}: not enough memory{given}: {fix}"
+
+
 def describe_exit(error):
     """Return a line about a SystemExit of other code, for example of sys.exit() in an env: a run that ends this way is
     not complete, whatever the exit code says."""

@@ -20,6 +20,7 @@ from onefile_rl.checkpoints import (
     set_attributes,
     using,
 )
+from onefile_rl.curriculum import at_lesson
 from onefile_rl.engines.printing import printable
 from onefile_rl.engines.scenes import EngineError, derive_seed, engine
 
@@ -155,8 +156,12 @@ def record_video(args, make_envs, play, agent, spec, path):
     The video shows one episode of a gymnasium env, at most LONGEST_VIDEO steps of it, or VIDEO_STEPS steps of a bundled
     scene. It is complete or does not exist: an OSError says why it could not be written.
     """
+    if path.parent.is_symlink():
+        raise ValueError(f"{path.parent} is a link to another folder: delete it")
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    for file in (temporary, temporary.with_suffix(".avi")):
+        file.unlink(missing_ok=True)  # ffmpeg would write to the target of a link
     try:
         record(args, make_envs, play, agent, spec, temporary)
         check_video(temporary)
@@ -208,6 +213,7 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
     """
     spec = state["spec"]
     agent = load_agent(args, path, state, script, Agent).to(args.device)
+    args = replace(args, env_parameters=at_lesson(args, state, path))
 
     # A player that crashes ends the evaluation: a restart would lose its episodes.
     seed = derive_seed(args.seed, 0)
@@ -239,7 +245,7 @@ def evaluate_checkpoint(args, path, state, script, Agent, make_envs, describe, p
 
 
 def summary(args, returns, lengths, successes, returns_so_far, lengths_so_far):
-    """Return the result of an evaluation in words. The last two arguments are those of episodes that did not end."""
+    """Return the line about an evaluation. The last two arguments are those of episodes that did not end."""
     line = f"{len(returns)} episodes"
     if len(returns):
         line += f" of {lengths.mean():.0f} decisions on average: return {returns.mean():.2f} ± {returns.std():.2f}"

@@ -44,12 +44,13 @@ class UnityGraph(nn.Module):
     """The graph that ML-Agents' inference in Unity expects. Observations are normalized inside.
 
     Inputs:
-        obs_0, obs_1, ...   one per sensor, in Unity's order: vectors (batch, size), or images (batch, channels, height,
-                            width) with values from 0 to 1; stacked images are channels
+        obs_0, obs_1, ...   one per sensor, in Unity's order: vectors (batch, size), BufferSensors (batch, rows, size),
+                            or images (batch, channels, height, width) with values from 0 to 1; stacked images are
+                            channels
         action_masks        only with discrete actions: (batch, sum of branch sizes), 1 where an action is allowed
         recurrent_in        only with memory: (batch, 1, memory size)
 
-    Outputs, where KIND is "continuous" or "discrete":
+    Outputs, where KIND is "continuous" or "discrete", or both one after the other:
         KIND_actions                    sampled actions: (batch, number of actions), or (batch, number of branches)
         deterministic_KIND_actions      the most likely actions, in the same shape
         version_number                  3, the version of this format
@@ -63,7 +64,7 @@ class UnityGraph(nn.Module):
     def __init__(self, agent, spec):
         super().__init__()
         self.agent = agent
-        self.sensors = spec["sensors"]  # the size of a vector, or the name of an image
+        self.sensors = spec["sensors"]  # the size or shape of a vector, or the name of an image
         self.images = spec.get("images")
         self.stack = spec.get("stack", 1)
         self.branches = spec.get("branches", [])
@@ -71,16 +72,21 @@ class UnityGraph(nn.Module):
             "memory", 0
         )  # of the policy; the memory of the value network is not exported
 
+        # Only continuous actions have bounds
+        self.num_continuous = spec["action_dim"] if "low" in spec else 0
+        kinds = {}
+        if self.num_continuous:
+            kinds["continuous"] = [float(self.num_continuous)]
         if self.branches:
-            kind = "discrete"
-            self.output_shape = [[float(size) for size in self.branches]]
-        else:
-            kind = "continuous"
-            self.output_shape = [float(spec.get("action_dim", 0))]
+            kinds["discrete"] = [[float(size) for size in self.branches]]
+        self.output_shapes = list(kinds.values())
 
         self.inputs = [f"obs_{i}" for i in range(len(self.sensors))]
-        self.outputs = [f"{kind}_actions", f"deterministic_{kind}_actions"]
-        self.outputs += ["version_number", "memory_size", f"{kind}_action_output_shape"]
+        self.outputs = []
+        for kind in kinds:
+            self.outputs += [f"{kind}_actions", f"deterministic_{kind}_actions"]
+        self.outputs += ["version_number", "memory_size"]
+        self.outputs += [f"{kind}_action_output_shape" for kind in kinds]
         if self.branches:
             self.inputs.append("action_masks")
         if self.memory_size:
@@ -95,7 +101,7 @@ class UnityGraph(nn.Module):
                 height, width, channels = self.images[sensor]
                 inputs.append(torch.zeros(1, self.stack * channels, height, width))
             else:
-                inputs.append(torch.zeros(1, sensor))
+                inputs.append(torch.zeros(1, *np.atleast_1d(sensor).tolist()))
         if self.branches:
             inputs.append(torch.ones(1, sum(self.branches)))
         if self.memory_size:
@@ -108,7 +114,7 @@ class UnityGraph(nn.Module):
 
         # The arguments of agent.act
         vectors = [
-            x
+            x.flatten(1) if x.dim() > 2 else x
             for x, sensor in zip(observations, self.sensors, strict=True)
             if not isinstance(sensor, str)
         ]
@@ -128,16 +134,18 @@ class UnityGraph(nn.Module):
         # agent.act returns the actions to store, which count from 0 if they are discrete, and those for the env.
         sampled = self.agent.act(*arguments, deterministic=False)
         deterministic = self.agent.act(*arguments, deterministic=True)
-        which = 0 if self.branches else 1
+        outputs = []
+        if self.num_continuous and self.branches:  # side by side in one row
+            n = self.num_continuous
+            outputs += [sampled[1][:, :n], deterministic[1][:, :n]]
+            outputs += [sampled[0][:, n:].long(), deterministic[0][:, n:].long()]
+        else:
+            which = 0 if self.branches else 1
+            outputs += [sampled[which], deterministic[which]]
         version_number = torch.tensor([3.0])
         memory_size = torch.tensor([float(self.memory_size)])
-        outputs = [
-            sampled[which],
-            deterministic[which],
-            version_number,
-            memory_size,
-            torch.tensor(self.output_shape),
-        ]
+        outputs += [version_number, memory_size]
+        outputs += [torch.tensor(shape) for shape in self.output_shapes]
         if self.memory_size:
             new_memory = sampled[-1]
             outputs.append(new_memory[:, None, : self.memory_size])
@@ -153,7 +161,8 @@ class GodotGraph(nn.Module):
 
     Outputs:
         output              deterministic actions: (batch, number of actions), as the env received them in training, or
-                            (batch, sum of branch sizes), with 100 for each chosen discrete action and 0 for the others
+                            (batch, sum of branch sizes), with 100 for each chosen discrete action and 0 for the others,
+                            or both in the order of get_action_space()
         state_outs          state_ins, unchanged
     """
 
@@ -162,6 +171,7 @@ class GodotGraph(nn.Module):
         self.agent = agent
         self.sizes = spec["sensors"]
         self.branches = spec.get("branches", [])
+        self.order = spec.get("action_order")  # of continuous and discrete actions together
         self.inputs = [*spec["inputs"], "state_ins"]
         self.outputs = ["output", "state_outs"]
 
@@ -179,12 +189,30 @@ class GodotGraph(nn.Module):
             return env_actions, state
 
         masks = torch.ones(1, sum(self.branches))
-        actions = self.agent.act(obs, masks, deterministic=True)[0]
-        one_hot = []
+        actions, env_actions, *_ = self.agent.act(obs, masks, deterministic=True)
+        if not self.order:
+            return torch.cat(self.one_hot(actions), 1), state
+        num_continuous = sum(size for kind, size in self.order if kind == "continuous")
+        chosen = iter(self.one_hot(actions[:, num_continuous:].long()))
+        parts = []
+        start = 0
+        for kind, size in self.order:
+            if kind == "discrete":
+                parts.append(next(chosen))
+            else:
+                parts.append(env_actions[:, start : start + size])
+                start += size
+        return torch.cat(parts, 1), state
+
+    def one_hot(self, actions):
+        """Return a one-hot vector for each branch.
+
+        The plugin takes the largest entry or samples from a softmax: with 100 both give the same action.
+        """
+        vectors = []
         for size, action in zip(self.branches, actions.split(1, 1), strict=True):
-            one_hot.append(torch.arange(size) == action)
-        # The plugin takes the largest entry or samples from a softmax: with 100 both give the same action.
-        return 100.0 * torch.cat(one_hot, 1), state
+            vectors.append(100.0 * (torch.arange(size) == action))
+        return vectors
 
 
 def is_for_godot(spec):
@@ -196,7 +224,8 @@ def export(agent, spec, path):
     """Write the agent's policy as an ONNX file with the graph of Unity or Godot."""
     graph = GodotGraph(agent, spec) if is_for_godot(spec) else UnityGraph(agent, spec)
     graph.eval()
-    names_with_batch = [*graph.inputs, *graph.outputs[:2], "recurrent_out"]
+    actions = [name for name in graph.outputs if name.endswith(("_actions", "output"))]
+    names_with_batch = [*graph.inputs, *actions, "recurrent_out", "state_outs"]
     settings = {
         "input_names": graph.inputs,
         "output_names": graph.outputs,

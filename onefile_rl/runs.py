@@ -36,8 +36,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from onefile_rl import distributed, fast, signals
+from onefile_rl import distributed, fast, initial, signals
 from onefile_rl.arguments import (
+    COMMON,
     FREE,
     Args,
     Bounds,
@@ -48,6 +49,7 @@ from onefile_rl.arguments import (
     check_memory,
     command_line,
     describe,
+    describe_entities,
     from_plain,
     option,
     to_plain,
@@ -73,10 +75,19 @@ from onefile_rl.checkpoints import (
     set_random_state,
     using,
 )
+from onefile_rl.cpu_time import CpuClock
+from onefile_rl.curriculum import Curriculum, value_text
 from onefile_rl.engines import waits
+from onefile_rl.engines.files import read
 from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
 from onefile_rl.engines.scenes import EngineError, derive_seed
-from onefile_rl.errors import describe_exit, is_message, is_own
+from onefile_rl.errors import (
+    describe_exit,
+    describe_out_of_memory,
+    is_message,
+    is_out_of_memory,
+    is_own,
+)
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -92,6 +103,7 @@ __all__ = [
     "check",
     "check_memory",
     "describe",
+    "describe_entities",
     "main",
 ]
 
@@ -133,6 +145,12 @@ def is_run(path, state):
     return folder_id(path.parent) in (None, state.get("run"))
 
 
+def shortened(x):
+    """Return the text of an argument, without the end of a long one, such as a curriculum."""
+    text = str(x)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def is_numbered(name):
     return name.startswith("checkpoint_")
 
@@ -167,6 +185,14 @@ class Run:
         if resumed:
             for name in ("iteration", "global_step", "best", "recent"):
                 setattr(self, name, resumed[1][name])
+        self.initial = None  # the path and the content of the checkpoint to start from
+        if args.init_from is not None and not resumed:
+            self.initial = initial.read(args.init_from, script)
+        self.curriculum = Curriculum(args.curriculum)
+        if resumed:
+            self.curriculum.restore(resumed[1].get("curriculum"), resumed[0])
+        self.given_parameters = args.env_parameters
+        args.env_parameters = self.given_parameters | self.curriculum.values()
         self.first_step = self.global_step
         self.logged_step = self.global_step
         self.video_step = self.global_step
@@ -200,6 +226,7 @@ class Run:
         self.last_successes = []
 
         self.seconds = {"env": 0.0, "act": 0.0, "learn": 0.0}
+        self.cpu_clock = None  # made when the training starts
         self.due_at = 0.0  # when the progress line is printed next
         self.live = sys.stdout.isatty()
 
@@ -226,6 +253,7 @@ class Run:
 
         # The running episodes, and what has been counted since the last log()
         num_envs = self.envs.num_envs
+        self.curriculum.behavior = getattr(self.envs, "behavior", None)
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, int)
         self.episodes = []
@@ -287,16 +315,20 @@ class Run:
                 print(f"\n{problem}", flush=True)
         elif kind in (None, KeyboardInterrupt) and self.snapshot:
             distributed.note_run(None)
-            script = f"python {self.script.name}"
             if self.global_step < self.total or kind:
-                step = self.snapshot["global_step"]
-                print(
-                    f"Stopped after {step} decisions. Resume with: {script} --resume {self.folder}"
-                )
+                print(self.stopped())
             else:
                 print(
-                    f"Saved {self.folder}/checkpoint.pt. Evaluate with: {script} --evaluate {self.folder}"
+                    f"Saved {self.folder}/checkpoint.pt. "
+                    f"Evaluate with: python {self.script.name} --evaluate {self.folder}"
                 )
+        elif self.snapshot and is_out_of_memory(error):
+            print(f"\n{self.stopped()}", flush=True)
+
+    def stopped(self):
+        step = self.snapshot["global_step"]
+        resume = f"python {self.script.name} --resume {self.folder}"
+        return f"Stopped after {step} decisions. Resume with: {resume}"
 
     # Start
 
@@ -350,6 +382,7 @@ class Run:
         self.frame = sys._getframe(1)
         self.given_args = to_plain(self.args)
         self.given_args["device"] = self.device
+        self.given_args["env_parameters"] = self.given_parameters
         self.parameters = dict(agent.named_parameters())
         for name, thing in (self.keep | self.keep_episodes).items():
             check_kept(name, thing)
@@ -362,11 +395,14 @@ class Run:
         self.script_numbers = self.plain_globals()
 
         first = None
+        self.cpu_clock = CpuClock()
         try:
             if self.resumed:
                 with using(*self.resumed):
                     first = self.restore()
-            elif self.leads:
+            elif self.initial:
+                self.start_from_other()
+            if not self.resumed and self.leads:
                 self.make_folder()
             if self.leads:
                 self.open_writer()
@@ -374,6 +410,10 @@ class Run:
             raise ValueError(f"{self.folder} can't be written: {error}") from None
         self.synchronize_ranks()
         self.came_back = not self.resumed or first is not None  # the envs continue their episodes
+        if not self.came_back:
+            self.curriculum.restarted(range(self.envs.num_envs))
+        for line in self.curriculum.waiting():
+            print(line, flush=True)
 
         how = (
             f"{distributed.SIZE} ranks, each with {self.how}" if distributed.SIZE > 1 else self.how
@@ -382,6 +422,7 @@ class Run:
             f"{self.folder}: {how}; {description}; {self.update_description}tensorboard --logdir runs",
             flush=True,
         )
+        self.initial = None  # its tensors are not needed any more
         obs, infos = first or self.envs.reset(seed=self.envs_seed)
         self.snapshot = self.state()
         self.may_be_infinite = set(self.names_not_finite(self.snapshot))
@@ -389,6 +430,13 @@ class Run:
             self.record_video()
         self.last = time.perf_counter()
         return obs, infos
+
+    def start_from_other(self):
+        """Take the weights and statistics of --init-from."""
+        path, state = self.initial
+        with using(path, state):
+            initial.start_from(path, state, self.keep, self.args.init_partly)
+            initial.report_settings(path, state, self.given_args, self.script.stem, COMMON)
 
     def find_stateful(self):
         """Return modules, optimizers and the like among the script's variables that are not kept
@@ -483,6 +531,10 @@ class Run:
             config["commit"] = commit or None
         if self.resumed:
             config["resumed_from"] = {"file": str(self.resumed[0]), "decisions": self.global_step}
+        if self.initial:
+            path, state = self.initial
+            started_from = {"file": str(path), "decisions": state["global_step"]}
+            config["init_from"] = started_from | {"run": state.get("run")}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def open_writer(self, reopen=False):
@@ -596,12 +648,14 @@ class Run:
         if "final_obs" in infos:
             for slot in np.flatnonzero(terminated | truncated).tolist():
                 self.episodes.append((float(self.returns[slot]), int(self.lengths[slot])))
+                self.curriculum.record(slot, float(self.returns[slot]))
                 self.returns[slot] = 0.0
                 self.lengths[slot] = 0
             self.successes += infos.get("is_success", {}).values()
         if "restarted" in infos:
             self.returns[infos["restarted"]] = 0.0
             self.lengths[infos["restarted"]] = 0
+            self.curriculum.restarted(np.flatnonzero(infos["restarted"]).tolist())
         if "stats" in infos:
             for key, value in infos["stats"].items():
                 self.stats[key] += value if isinstance(value, list) else [value]
@@ -635,6 +689,8 @@ class Run:
         line += f"  {self.speed():6.0f} SPS  {shares}  {left} left"
         if self.last_successes:
             line += f"  success {np.mean(self.last_successes):.0%}"
+        if self.curriculum.changing():
+            line += f"  {self.curriculum.summary()}"
         if getattr(self.envs, "restarts", 0):
             line += f"  {self.envs.restarts} restart(s)"
         print(
@@ -674,15 +730,19 @@ class Run:
             dict(self.stats),
             self.own_decisions,
             bool(self.stop),
+            self.curriculum.new_returns,
         )
         gathered = distributed.gather((*mine, self.checksum()))
-        every, episodes, successes, stats, own, stops, checksums = zip(*gathered, strict=True)
+        every, episodes, successes, stats, own, stops, lessons, checksums = zip(
+            *gathered, strict=True
+        )
         if not np.allclose(checksums, checksums[0], rtol=1e-6, atol=0):
             fix = "call distributed.average_gradients(parameters) between backward() and step() of every optimizer"
             raise ValueError(f"the ranks have different weights: {fix}")
         distributed.broadcast(*self.kept_tensors()[1])  # statistics such as those of BatchNorm
         self.episodes = [episode for part in episodes for episode in part]
         self.successes = [success for part in successes for success in part]
+        self.curriculum.new_returns = [x for part in lessons for x in part]
         self.stats = defaultdict(list)
         for part in stats:
             for key, values in part.items():
@@ -708,6 +768,7 @@ class Run:
         self.check_agent()
         scalars = self.gather_ranks({name: self.to_number(name, x) for name, x in scalars.items()})
         scalars["charts/SPS"] = self.speed()
+        scalars["charts/cpu_seconds"] = distributed.total(self.cpu_clock.seconds())
         if self.episodes:
             self.recent = [episodic_return for episodic_return, _ in self.episodes]
             self.since_checkpoint += self.recent
@@ -722,12 +783,30 @@ class Run:
             scalars[name] = np.sum(values) if key in self.envs.sums else np.mean(values)
         for name, x in self.seconds.items():
             scalars[f"time/{name}"] = x / sum(self.seconds.values())
+        scalars |= self.curriculum.scalars()
         self.write(scalars)
         self.episodes = []
         self.successes = []
         self.stats.clear()
         self.logged_step = self.global_step
         self.iteration += 1
+        self.next_lessons()
+
+    def next_lessons(self):
+        """Start the next lessons of the curriculum that are due."""
+        changed = self.curriculum.update(self.global_step / self.total, self.envs.num_envs)
+        if not changed:
+            return
+        self.args.env_parameters = self.args.env_parameters | changed
+        self.envs.set_parameters(changed)
+        # Returns of different lessons can't be compared: best.pt is the best of the current one
+        self.best = -math.inf
+        self.new_best = None
+        self.since_checkpoint = []
+        for name, value in changed.items():
+            lesson = self.curriculum.current(name).name
+            line = f"{name} {value_text(value)}: lesson {lesson} starts"
+            print(f"\n{line} after {self.global_step:,} decisions", flush=True)
 
     def to_number(self, name, x):
         """Return a float, or an array with several elements."""
@@ -795,6 +874,12 @@ class Run:
     def changed_args(self):
         """Return the arguments that the training loop has changed."""
         now = to_plain(self.args)
+        own = {
+            name: value
+            for name, value in now["env_parameters"].items()
+            if name not in self.args.curriculum
+        }
+        now["env_parameters"] = own  # the others are those of the lessons
         kept = set(self.given_args) - {"device", "base_port", "compile"}
         return {name: now[name] for name in kept if now[name] != self.given_args[name]}
 
@@ -818,6 +903,7 @@ class Run:
             "iteration": self.iteration,
             "global_step": self.global_step,
             "recent": self.recent,
+            "curriculum": self.curriculum.state(),
             "best": self.best,
             "run": self.run_id,
             "files": {},
@@ -858,8 +944,9 @@ class Run:
                 self.files.setdefault(file, self.global_step)
             self.referred = dict(self.large_files)
             self.checkpoint_step = self.global_step
-            if self.leads:
-                for leftover in self.folder.glob("videos/.*.tmp.*"):  # of a process that was killed
+            videos = self.folder / "videos"
+            if self.leads and not videos.is_symlink():
+                for leftover in videos.glob(".*.tmp.*"):  # of a process that was killed
                     leftover.unlink(missing_ok=True)
         if self.global_step >= self.total:
             raise ValueError(
@@ -894,6 +981,7 @@ class Run:
         changed = from_plain(type(self.args), self.given_args | state["changed_args"])
         for name in state["changed_args"]:
             setattr(self.args, name, getattr(changed, name))
+        self.args.env_parameters = self.args.env_parameters | self.curriculum.values()
         if state["changed_args"]:
             names = ", ".join(
                 f"{name} {printable(value)}"
@@ -963,8 +1051,12 @@ class Run:
         if not file.exists():
             print(f"{file} is missing: {name} starts empty", flush=True)
             return
+        fix = "delete it to continue with a new one"
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            saved = read(file)
+        except ValueError as error:
+            raise ValueError(f"{error}: {fix}") from None
+        try:
             if "run" not in state:  # a checkpoint of an earlier version
                 thing.restore(saved)
                 return
@@ -972,10 +1064,10 @@ class Run:
             step = saved["global_step"]
             if of_this_run:
                 thing.restore(saved["state"])
+        except MemoryError:
+            raise
         except Exception:
-            raise ValueError(
-                f"{file} is incomplete: delete it to continue with a new one"
-            ) from None
+            raise ValueError(f"{file} is incomplete: {fix}") from None
         if not of_this_run:
             print(f"{file} belongs to another run: {name} starts empty", flush=True)
             self.files.pop(file.name, None)  # it is not removed
@@ -1025,7 +1117,7 @@ class Run:
         self.failed = {}
         before = self.on_disk()
         if self.write_checkpoint(state):
-            if self.new_best and self.write_file("best.pt", self.signed(self.new_best)):
+            if self.new_best and self.write_file("best.pt", self.new_best):
                 self.best = self.new_best["best"]
                 self.new_best = None
             if self.args.keep_checkpoints > 1:
@@ -1052,7 +1144,7 @@ class Run:
         return {"best": self.best, "files": dict(self.files), "large": dict(self.large_files)}
 
     def write_checkpoint(self, state):
-        written = self.write_file("checkpoint.pt", self.signed(state | self.on_disk()))
+        written = self.write_file("checkpoint.pt", state | self.on_disk())
         if written:
             self.checkpoint_step = state["global_step"]
             self.referred = dict(self.large_files)
@@ -1060,21 +1152,24 @@ class Run:
 
     def write_numbered(self, state):
         name = f"checkpoint_{state['global_step']}.pt"
-        if self.write_file(name, self.signed(state | {"best": self.best})):
+        if self.write_file(name, state | {"best": self.best}):
             self.files[name] = state["global_step"]
 
     def write_file(self, name, content):
-        """Write a file of the run. Return whether that succeeded. If it fails, files that are not needed any more make
-        room for a second attempt."""
+        """Write a file of the run, a checkpoint with its signature. Return whether that succeeded. If it fails, files
+        that are not needed any more make room for a second attempt."""
         try:
+            content = self.signed(content) if "seal" in content else content
             try:
                 save(self.folder / name, content)
             except (OSError, RuntimeError):
                 if not self.remove_old_files():
                     raise
                 save(self.folder / name, content)
-        except (OSError, RuntimeError) as error:
-            self.failed[name] = (str(error).splitlines()[0], getattr(error, "errno", None))
+        except (OSError, RuntimeError, MemoryError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            number = errno.ENOMEM if is_out_of_memory(error) else getattr(error, "errno", None)
+            self.failed[name] = (reason, number)
             return False
         return True
 
@@ -1123,6 +1218,8 @@ class Run:
             return "raise the limit for the size of a file (ulimit -f)"
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
             return "make the folder writable"
+        if number == errno.ENOMEM:
+            return "free some memory"
         return FREE_SPACE
 
     def save_at_the_end(self):
@@ -1272,9 +1369,8 @@ def main(
                 given = to_plain(args)[name]
                 saved = to_plain(default)[name]
                 if given != saved:
-                    raise ValueError(
-                        f"{option(name)} {given}: the run has {option(name)} {saved}, leave it out"
-                    )
+                    theirs = f"the run has {option(name)} {shortened(saved)}"
+                    raise ValueError(f"{option(name)} {shortened(given)}: {theirs}, leave it out")
             check_changed_args(*checkpoint, args, check)
             check_agent(*checkpoint, Agent, args)
             train(args, checkpoint)
@@ -1289,7 +1385,7 @@ def main(
                 evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
-    except (EngineError, MemoryError, NotSaved) as error:
+    except (EngineError, NotSaved) as error:
         raise SystemExit(f"\n{printable_lines(error)}") from None
     except (ValueError, FloatingPointError) as error:
         if not is_message(error, script):
@@ -1304,12 +1400,12 @@ def main(
     except ReaderGone:
         sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
-    except RuntimeError as error:  # raised by torch
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter
         if distributed.failures:
             raise SystemExit(f"\n{distributed.failures[0]}") from None
-        if "allocate" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        raise SystemExit(f"\nnot enough memory: {str(error).splitlines()[0]}") from None
+        raise SystemExit(f"\n{printable(describe_out_of_memory(error))}") from None
     finally:
         distributed.leave()
         if isinstance(sys.stdout, Output):

@@ -28,6 +28,7 @@ RISKY = (
     "player_args",
     "env_kwargs",
     "reset_options",
+    "others",
     "env_id",
     "track",
 )
@@ -101,6 +102,10 @@ def places(args):
     for name in ("unity_path", "godot_path"):
         if args[name]:
             paths.append(str(Path(args[name]).resolve()))
+    if args.get(
+        "others"
+    ):  # the policies of other behaviors; an older checkpoint has no such argument
+        paths += [str(Path(text).resolve()) for text in strings(list(args["others"].values()))]
     module = args["env_id"].rpartition(":")[0]
     if module:
         files = module_places(module)
@@ -179,6 +184,8 @@ def risks(state):
             effects[name] = f"pass {printable(value)} to a player"
         elif name in ("env_kwargs", "reset_options"):
             effects[name] = f"pass {printable(value)} to the env"
+        elif name == "others":
+            effects[name] = f"load the policies {printable(value)}"
         elif name == "track":
             effects[name] = "log to the network"
         else:

@@ -1,5 +1,4 @@
-"""What the tests share: the checkout on the path, a player that says what a test tells it to, a look into a script's
-run, and SB3's beside it."""
+"""What the tests share: the checkout on the path, a scripted player, and runs of the scripts and of SB3."""
 
 import itertools
 import os
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from ctypes.util import find_library
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +81,20 @@ def free_port():
             pass
 
 
+def listening():
+    """Return the local addresses on which this process listens: TCP sockets in state 0A. Other tests may listen too."""
+    own = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            own.add(os.readlink(file))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in open(f"/proc/net/{name}").readlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def agent(
     number, obs, reward=0.0, done=False, interrupted=False, mask=(), group_reward=0.0, name="Body"
 ):
@@ -98,12 +112,16 @@ def agent(
 class ScriptedPlayer:
     """Connects like a player and sends each message of the script: a dict from behavior to a list of agents.
 
-    `replies` holds, for each message, the answer's rl_input. After the script it quits.
+    `replies` holds, for each message, the answer's rl_input. After the script it quits. `side_channel` is the data of
+    the first message, or a list with the data of the first messages.
     """
 
-    def __init__(self, script, specs=None, version="1.5.0", side_channel=b"", port=None):
+    def __init__(
+        self, script, specs=None, version="1.5.0", side_channel=b"", port=None, package=""
+    ):
         self.script, self.specs = script, specs or {"Scripted?team=0": (2, ())}
-        self.version, self.side_channel = version, side_channel
+        self.version, self.package = version, package
+        self.side_channel = [side_channel] if isinstance(side_channel, bytes) else [*side_channel]
         self.port, self.replies, self.peers = port or free_port(), [], []
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -118,16 +136,15 @@ class ScriptedPlayer:
         try:
             hello = UnityMessageProto()
             hello.unity_output.rl_initialization_output.communication_version = self.version
+            hello.unity_output.rl_initialization_output.package_version = self.package
             hello.unity_output.rl_initialization_output.capabilities.hybridActions = True
             self.greeting = self.call(wire, hello).rl_initialization_input
             self.first = self.call(wire, UnityMessageProto()).rl_input
             sent = set()
             for behaviors in self.script:
                 message = UnityMessageProto()
-                message.unity_output.rl_output.side_channel, self.side_channel = (
-                    self.side_channel,
-                    b"",
-                )
+                if self.side_channel:
+                    message.unity_output.rl_output.side_channel = self.side_channel.pop(0)
                 for name, agents in behaviors.items():
                     if agents and name not in sent:
                         sent.add(name)
@@ -163,7 +180,7 @@ def scripted():
     """Makes an env of a script; env and player are closed after the test."""
     opened = []
 
-    def make(script, max_agents=None, behavior=None, timeout=60, **kwargs):
+    def make(script, max_agents=None, behavior=None, timeout=60, settings=None, **kwargs):
         player = ScriptedPlayer(script, **kwargs)
         envs = UnityVecEnv(
             "editor",
@@ -171,6 +188,7 @@ def scripted():
             max_agents=max_agents,
             behavior=behavior,
             timeout=timeout,
+            **(settings or {}),
         )
         opened.append((envs, player))
         return envs, player
@@ -280,7 +298,9 @@ def curve(folder):
 
     events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
     tags = [
-        tag for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "SPS" not in tag
+        tag
+        for tag in events.Tags()["scalars"]
+        if not tag.startswith("time/") and tag not in ("charts/SPS", "charts/cpu_seconds")
     ]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 

@@ -20,7 +20,11 @@ PPO = dict(
 SAC = dict(
     buffer_size=500, learning_starts=20, batch_size=16, hidden_sizes=(8, 8), total_timesteps=80
 )
-SMALL = {"ppo_continuous_multiagent.py": PPO, "sac_continuous.py": SAC}
+SMALL = {
+    "ppo_continuous_multiagent.py": PPO,
+    "sac_continuous.py": SAC,
+    "crossq_continuous.py": SAC | {"activation": "silu"},  # see SMOOTH of test_crossq.py
+}
 numbers = itertools.count()
 
 

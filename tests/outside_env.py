@@ -4,6 +4,7 @@ import sys
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from envs.tasks.dummy import DummyPixels
 
@@ -230,6 +231,24 @@ class Quits(Breaks):
         return self.see(), 1.0, False, False, {}
 
 
+class Exhausts(Breaks):
+    """Has not enough memory after some steps: without a message, or with that of numpy or torch."""
+
+    def __init__(self, steps=20, how=None):
+        super().__init__(steps)
+        self.how = how
+
+    def step(self, action):
+        self.steps[0] -= 1
+        if not self.steps[0]:
+            if self.how == "numpy":
+                np.empty(2**55)
+            if self.how == "torch":
+                torch.empty(2**55)
+            raise MemoryError
+        return self.see(), 1.0, False, False, {}
+
+
 class LosesPipe(Breaks):
     """Loses the connection to a program of its own after some steps."""
 
@@ -318,7 +337,7 @@ gym.register("LateSlipParts-v0", LateSlipParts, disable_env_checker=True)
 
 for kind in (
     Grid, OnlyText, Endless, Objectives, RewardInArray, OldStep, OldReset, OldResetWithoutSeed, WrongShape, Asserts,
-    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Quits, LosesPipe,
+    PlainNumbers, Starts, Valve, Dimensions, Levels, Breaks, Quits, LosesPipe, Exhausts,
     Wide, Stripes,
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)

@@ -115,6 +115,47 @@ class MaskedBranches(Branches):
         return super().step(action)
 
 
+class Hybrid(MaskedBranches):
+    """Two continuous actions and two branches with masks. The names are sorted, the discrete part comes first."""
+
+    action_space = gym.spaces.Dict(
+        {
+            "gear": gym.spaces.MultiDiscrete([3, 2]),
+            "steer": gym.spaces.Box(-1, 1, (2,), np.float32),
+        }
+    )
+
+    def step(self, action):
+        assert self.action_space.contains(action), "actions must be in their space"
+        obs, reward, *rest = super().step(action["gear"])
+        return obs, reward - float(np.square(action["steer"] - 0.5).sum()), *rest
+
+
+class HybridTuple(Parity):
+    """One choice that counts from 1, and continuous actions with far bounds."""
+
+    action_space = gym.spaces.Tuple(
+        [gym.spaces.Discrete(3, start=1), gym.spaces.Box(100, 200, (1, 2), np.float32)]
+    )
+
+    def step(self, action):
+        assert self.action_space.contains(action), "actions must be in their space"
+        choice, far = action
+        noise = self.np_random.standard_normal(3)
+        push = np.append((far[0] - 150) / 50, choice - 2)
+        self.x = 0.9 * self.x + 0.4 * push + 0.05 * noise
+        reward = float(1 + 3 * self.x[0] - self.x[2] ** 2)
+        return self.x.astype(np.float32), reward, bool(abs(self.x[0]) > 0.9), False, {}
+
+
+class HybridBinary(Hybrid):
+    """Has a part that is neither continuous nor a choice."""
+
+    action_space = gym.spaces.Dict(
+        {"flags": gym.spaces.MultiBinary(2), "steer": gym.spaces.Box(-1, 1, (2,), np.float32)}
+    )
+
+
 class Huge(Branches):
     """Returns the huge number `value` at `step` (0: the reset) as a reward, an observation or a final observation."""
 
@@ -232,6 +273,35 @@ class Curriculum(Parity):
         return self.x.astype(np.float32), reward, terminated, truncated, info
 
 
+class Tunable(Parity):
+    """Parity with environment parameters: the argument `pull`, the attribute `push` and the property `drag`."""
+
+    def __init__(self, pull=1.0, level=1):
+        self.shift = 0.1 * pull
+        self.level = level
+        self.push = 0.5
+        self.kept = 1.0
+        self.mode = "fast"
+
+    @property
+    def drag(self):
+        return 1 - self.kept
+
+    @drag.setter
+    def drag(self, drag):
+        self.kept = 1 - drag
+
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        self.x = self.kept * self.x * self.push + self.shift
+        return self.x.astype(np.float32), {}
+
+    def step(self, action):
+        _, reward, terminated, truncated, info = super().step(self.push * np.asarray(action))
+        self.x = self.kept * self.x + self.shift
+        return self.x.astype(np.float32), reward, terminated, truncated, info
+
+
 class CurriculumPixels(DummyPixels):
     """DummyPixels with such attributes, observed as an image and a vector."""
 
@@ -294,6 +364,9 @@ gym.register("Parity-v0", Parity, max_episode_steps=7)
 gym.register("Branches-v0", Branches, max_episode_steps=7)
 gym.register("Masked-v0", Masked, max_episode_steps=7)
 gym.register("MaskedBranches-v0", MaskedBranches, max_episode_steps=7)
+gym.register("Hybrid-v0", Hybrid, max_episode_steps=7)
+gym.register("HybridTuple-v0", HybridTuple, max_episode_steps=7)
+gym.register("HybridBinary-v0", HybridBinary, max_episode_steps=7)
 gym.register("OneStep-v0", OneStep, max_episode_steps=1)
 gym.register("Nested-v0", Nested, max_episode_steps=7)
 gym.register("BadReward-v0", BadReward, max_episode_steps=15)
@@ -308,6 +381,7 @@ gym.register(
     "ParityPixelsDict-v0", ParityPixels, kwargs={"vector": True, "size": 36}, max_episode_steps=7
 )
 gym.register("Counting-v0", Counting, kwargs={"size": 36})
+gym.register("Tunable-v0", Tunable, max_episode_steps=7)
 gym.register("Curriculum-v0", Curriculum, max_episode_steps=7)
 gym.register("CurriculumPixels-v0", CurriculumPixels, kwargs={"size": 36}, max_episode_steps=7)
 gym.register("Unseeded-v0", Unseeded, kwargs={"size": 36})

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [
     path.stem
-    for pattern in ("ppo_*.py", "sac_*.py", "lbc_*.py")
+    for pattern in ("ppo_*.py", "sac_*.py", "crossq_*.py", "lbc_*.py")
     for path in sorted(ROOT.glob(pattern))
 ]
 # Names of copies that the pages make: a command with one of them takes the options of the script it is a copy of.
@@ -31,9 +31,11 @@ COPIES = {"sac_three": "sac_continuous"} | dict.fromkeys(
 ABOUT = {
     "ppo.md": "ppo_continuous_multiagent",
     "discrete.md": "ppo_discrete_multiagent",
+    "hybrid.md": "ppo_hybrid_multiagent",
     "lstm.md": "ppo_lstm_multiagent",
     "pixels.md": "ppo_pixel",
     "sac.md": "sac_continuous",
+    "crossq.md": "crossq_continuous",
     "lbc.md": "lbc_discrete",
 }
 FOLDERS = ("benchmarks", "docs", "envs", "onefile_rl", "tests", ".ci")
@@ -217,11 +219,14 @@ def options_of(program, args):
     if program in (
         "benchmarks/learning.py",
         "benchmarks/beside_sb3.py",
+        "benchmarks/tune.py",
     ):  # they pass options on to a script
         given = args[0].removesuffix(".py")
         names = {
             "sb3-ppo": SCRIPTS,
             "sb3-sac": SCRIPTS,
+            "sb3-crossq": SCRIPTS,
+            "sb3-tqc": SCRIPTS,
             "sb3-ppo-pixel": ["ppo_pixel"],
             "SCRIPT": SCRIPTS,
         }
@@ -368,10 +373,14 @@ SHORT = {
         PPO + "--num-envs 2 --num-steps 128 --total-timesteps 256"
     ),
     "python ppo_discrete_multiagent.py --env-id Basic": PPO + "--total-timesteps 512",
+    "python ppo_hybrid_multiagent.py --env-id FoodCollector": PPO + "--total-timesteps 640",
     "python ppo_lstm_multiagent.py --env-id CartPoleBlind-v0": PPO
     + "--num-envs 2 --total-timesteps 64",
     "python ppo_pixel.py --env-id GridWorld": PPO + "--total-timesteps 288",
     "python sac_continuous.py --env-id 3DBall": (
+        "--total-timesteps 240 --learning-starts 120 --buffer-size 500 --no-compile"
+    ),
+    "python crossq_continuous.py --env-id 3DBall": (
         "--total-timesteps 240 --learning-starts 120 --buffer-size 500 --no-compile"
     ),
     "python lbc_discrete.py --env-id CartPole-v1 --seed 1": (

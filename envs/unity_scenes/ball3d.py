@@ -12,12 +12,14 @@ mirrored; a ball whose centre is inside the platform leaves through the top; bal
 import mujoco
 import numpy as np
 
+from onefile_rl.engines.samplers import per_agent
+
 DT = 0.02
 # Constants of the inner loop are arrays, because numpy converts a Python number in every call.
 ZERO, ONE, STEP, LEAN, DEGREE = (np.array(x) for x in (0.0, 1.0, DT, 0.25, np.pi / 180))
 ACTION = (np.array(-1.0), ONE)  # lowest and highest
 EDGE = (np.array(-2.5), np.array(2.5))  # of the platform
-GRAVITY = np.array([0, -9.81 * DT, 0])
+GRAVITY = 9.81
 # A ball outside of these bounds has fallen
 LOWEST = np.array([-3, -2, -3])
 HIGHEST = np.array([3, np.inf, 3])
@@ -68,7 +70,7 @@ def mjcf(n):
     platforms = "".join(f'<body mocap="true" {place}>{box}</body>' for place in places)
     balls = "".join(f"<body {place}>{ball}</body>" for place in places)
     return f"""<mujoco>
-      <option timestep="{DT}" gravity="0 -9.81 0"><flag constraint="disable" contact="disable"/></option>
+      <option timestep="{DT}" gravity="0 {-GRAVITY} 0"><flag constraint="disable" contact="disable"/></option>
       <statistic extent="1"/>
       <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.3 0.3 0.3"/>
         <global offwidth="1920" offheight="1080"/><map zfar="1000"/></visual>
@@ -111,6 +113,8 @@ class Ball3D:
         self.ball_frame = frames[n + 1 :]
         self.radius = np.full((n, 3), 0.5)
         self.inertia = np.full((n, 3), 0.1)  # inertia per mass
+        self.fall = np.tile([0, -GRAVITY * DT, 0], (n, 1))  # change of velocity in a fixed step
+        self.lift = self.data.qfrc_applied.reshape(n, 6)[:, 1]  # force against MuJoCo's gravity
 
     def begin(self, agents):
         """Start an episode. The ball keeps its spin, as in Unity, where it has an effect at the next landing."""
@@ -120,11 +124,14 @@ class Ball3D:
         )
         self.position[agents] = [-1.5, 4, -1.5] + self.rng.random((len(agents), 3)) * [3, 0, 3]
         self.velocity[agents] = 0
-        self.radius[agents] = radius = 0.5 * self.parameters.get("scale", 1.0)
-        self.inertia[agents] = 0.4 * radius**2
+        radius = 0.5 * per_agent(self.parameters, "scale", 1.0, agents)
+        self.radius[agents] = radius[:, None]
+        self.inertia[agents] = 0.4 * radius[:, None] ** 2
         self.model.geom_size[self.num_agents + agents, 0] = radius
-        # The mass has no effect: the ball touches nothing that can move.
-        self.model.body_mass[self.num_agents + agents + 1] = self.parameters.get("mass", 1.0)
+        gravity = per_agent(self.parameters, "gravity", GRAVITY, agents)
+        self.fall[agents, 1] = -gravity * DT
+        self.lift[agents] = GRAVITY - gravity  # of a ball with mass 1
+        # The parameter "mass" has no effect: the ball touches nothing that can move
 
     def observe(self, agents):
         parts = [self.platform[agents, 3:0:-2], self.position[agents], self.velocity[agents]]
@@ -158,7 +165,7 @@ class Ball3D:
         overlap do not change its velocity after the step.
         """
         mujoco.mj_step1(self.model, self.data)
-        velocity = self.velocity + GRAVITY
+        velocity = self.velocity + self.fall
         spin = self.spin
         spin *= np.minimum(MAX_SPIN / np.sqrt(dot(spin, spin) + 1e-20), SPIN_KEPT)
 

@@ -52,7 +52,7 @@ class Boxes:
     def __init__(self, n, low, high, gravity, box_moves, cube_turns):
         self.low = np.array(low, float)
         self.high = np.array(high, float)
-        self.gravity = gravity
+        self.gravity = np.full((n, 1), float(gravity))
         self.box_moves = float(box_moves)
         self.inertia = 6.0 * cube_turns
         self.points = 1 + cube_turns
@@ -287,7 +287,7 @@ def cast_at_boxes(start, way, middle, half, radius=RADIUS):
     return np.where((gap < -TOUCH) | (radius <= 0), np.inf, out)
 
 
-def seen(distances, tags, num_tags):
+def seen(distances, tags, num_tags, length=LENGTH):
     """Return the observation of a ray sensor for distances [n, rays, bodies].
 
     For each ray: the tag of the nearest body as a one-hot vector of num_tags, whether the ray hit nothing, and the
@@ -295,11 +295,11 @@ def seen(distances, tags, num_tags):
     """
     nearest = distances.argmin(-1)
     far = np.take_along_axis(distances, nearest[..., None], -1)[..., 0]
-    hit = far <= LENGTH
+    hit = far <= length
     out = np.zeros((*hit.shape, num_tags + 2), np.float32)
     out[..., :num_tags] = np.eye(num_tags)[tags[nearest]] * hit[..., None]
     out[..., -2] = ~hit
-    out[..., -1] = np.where(hit, far / LENGTH, 1.0)
+    out[..., -1] = np.where(hit, far / length, 1.0)
     return out.reshape(len(out), -1)
 
 
@@ -320,7 +320,7 @@ class Stack:
 def drawing(bodies, room, columns, rows, spacing, tilt=1.1):
     """Return a MuJoCo model for rendering and the positions of its rooms.
 
-    bodies: half sizes and color of the bodies that move in each room
+    bodies: half sizes and color of the bodies that move in each room; a single size is the radius of a ball
     room: position, half sizes and color of the fixed bodies
     Unity's z axis points up in the image.
     """
@@ -331,7 +331,8 @@ def drawing(bodies, room, columns, rows, spacing, tilt=1.1):
         for (a, b, c), half, color in room:
             world += f'<geom type="box" pos="{numbers(x + a, y + c, b)}" size="{numbers(*half)}" rgba="{color}"/>'
         for half, color in bodies:
-            world += f'<body mocap="true"><geom type="box" size="{numbers(*half)}" rgba="{color}"/></body>'
+            shape = "box" if len(half) == 3 else "sphere"
+            world += f'<body mocap="true"><geom type="{shape}" size="{numbers(*half)}" rgba="{color}"/></body>'
     away = 1.35 * max(spacing[0] * columns, 1.35 * spacing[1] * rows)
     x, y = np.mean(places, 0)
     camera = numbers(x, y - away * np.cos(tilt), away * np.sin(tilt))

@@ -26,6 +26,7 @@ from envs.unity_scenes.boxes import (
     seen,
     separations,
 )
+from onefile_rl.engines.samplers import per_agent
 
 # Half of the hall's inner size
 WIDTH = 9.5
@@ -82,7 +83,7 @@ class Hallway(Drawn):
         boxes = self.boxes
         rng = self.rng
         k = len(agents)
-        boxes.gravity = self.parameters.get("gravity", 2 * 9.81)
+        boxes.gravity[agents, 0] = per_agent(self.parameters, "gravity", 2 * 9.81, agents)
         self.symbol[agents], self.left[agents] = rng.integers(0, 2, (2, k))
         across = np.where(self.symbol[agents] == 0, rng.uniform(-3, 3, k), 0)
         boxes.position[agents, 1] = np.stack([MIDDLE + across, rng.uniform(-5, 5, k)], 1)

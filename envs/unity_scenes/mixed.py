@@ -85,3 +85,18 @@ class MixedDiscrete(Mixed):
         left = (agents + self.academy.total) % 3
         right = (agents + self.academy.total) % 4
         return np.concatenate([left[:, None] == np.arange(3), right[:, None] == np.arange(2)], 1)
+
+
+class MixedHybrid(MixedDiscrete):
+    """The variant with both kinds of actions. An observation shows all of them."""
+
+    behavior = "MixedHybrid?team=0"
+    sensors = [("Body", 3), ("LastAction", 4)]
+    continuous = 2
+
+    def __init__(self, num_agents, seed, parameters):
+        super().__init__(num_agents, seed, parameters)
+        self.last = np.zeros((num_agents, 4), np.float32)
+
+    def act(self, agents, continuous, discrete):
+        Mixed.act(self, agents, np.concatenate([continuous, discrete], 1), discrete)

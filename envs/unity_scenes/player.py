@@ -9,7 +9,7 @@
 
     behavior, sensors, continuous, branches     the behavior's name, (name, size) of each sensor, the number of
                                                 continuous actions, the sizes of the discrete branches; the size of an
-                                                image is its shape
+                                                image is its shape, and that of a BufferSensor (rows, size of a row)
     period, offset, between, max_step           settings of DecisionRequester and MaxStep: a number, or one per agent
     begin(agents)                               OnEpisodeBegin
     observe(agents)                             CollectObservations
@@ -21,12 +21,14 @@
     pose()                                      optional: called before an image is rendered
 
 A scene changes `academy.reward` and calls `academy.end`, as an agent script calls AddReward, SetReward and EndEpisode.
-`agents` is an array of agents' indices.
+`agents` is an array of agents' indices. `begin` reads the client's environment parameters with
+`per_agent(parameters, name, default, agents)`: a sampler draws a value for each agent and episode.
 """
 
 import argparse
 import importlib
 import io
+import math
 import struct
 import sys
 import uuid
@@ -46,12 +48,15 @@ from envs.rendering import (
     disable_expensive_rendering,
     video_writer,
 )
+from onefile_rl.engines.samplers import Parameters
 from onefile_rl.engines.scenes import SCENES
 from onefile_rl.engines.unity_wire import UnityMessageProto, Wire
 
 STATS = uuid.UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520").bytes_le
 ENVIRONMENT_PARAMETERS = uuid.UUID("534c891e-810f-11ea-a9d0-822485860400").bytes_le
 RESET = 1
+NONE = 1  # properties of a sensor's dimensions
+VARIABLE_SIZE = 4
 
 
 class Academy:
@@ -177,7 +182,7 @@ class Link:
 
     def __init__(self, port):
         self.wire = Wire.connect(port)
-        self.parameters = {}
+        self.parameters = Parameters()
         self.heads = None
         hello = UnityMessageProto()
         output = hello.unity_output.rl_initialization_output
@@ -194,8 +199,11 @@ class Link:
         message = UnityMessageProto()
         output = message.unity_output
         if self.heads is None:
-            head = lambda size: image_head if isinstance(size, tuple) else sensor_head
-            self.heads = [head(size)(name, size) for name, size in scene.sensors]
+            self.heads = []
+            for name, size in scene.sensors:
+                shape = size if isinstance(size, tuple) else (size,)
+                head = image_head if len(shape) == 3 else sensor_head
+                self.heads.append(head(name, shape))
             brains = output.rl_initialization_output.brain_parameters
             spec = brains.add(brain_name=scene.behavior, is_training=True).action_spec
             spec.num_continuous_actions = scene.continuous
@@ -249,26 +257,24 @@ class Link:
             payload = data[20 : 20 + size]
             data = data[20 + size :]
             if channel == ENVIRONMENT_PARAMETERS:
-                key = 4 + int.from_bytes(payload[:4], "little")
-                kind, value = struct.unpack("<if", payload[key : key + 8])
-                if kind == 0:  # a float; samplers are not supported here
-                    self.parameters[payload[4:key].decode()] = value
+                self.parameters.read(payload)
         answer = reply.unity_input
         return answer if answer.HasField("rl_initialization_input") else answer.rl_input
 
 
-def sensor_head(name, size):
+def sensor_head(name, shape):
     """Return the bytes that precede a sensor's floats in a serialized agent. The floats' own bytes follow them.
 
-    Protobuf accepts fields in any order, so that the floats can be last.
+    Protobuf accepts fields in any order, so that the floats can be last. A sensor of two dimensions is a BufferSensor.
     """
+    size = math.prod(shape)
     info = UnityMessageProto().unity_output.rl_output.agentInfos[""].value.add()
     sensor = info.observations.add()
     sensor.float_data.data.extend([0] * size)
     floats = sensor.SerializeToString()
     sensor.name = name
-    sensor.shape.append(size)
-    sensor.dimension_properties.append(1)
+    sensor.shape.extend(shape)
+    sensor.dimension_properties.extend((VARIABLE_SIZE, NONE) if len(shape) == 2 else (NONE,))
     whole = info.SerializeToString()
     sensor.ClearField("float_data")
     described = sensor.SerializeToString()
@@ -313,7 +319,7 @@ def serialized(heads, observations):
 
 def make_scene(args, seed, parameters):
     """Return the scene of the command line. Only its module is imported: the test scenes need no physics engine."""
-    modules = {"3DBall": "ball3d", "MixedDiscrete": "mixed"}
+    modules = {"3DBall": "ball3d", "MixedDiscrete": "mixed", "MixedHybrid": "mixed"}
     names = {"3DBall": "Ball3D"}
     module = importlib.import_module(
         f"envs.unity_scenes.{modules.get(args.scene, args.scene.lower())}"

@@ -25,6 +25,7 @@ from envs.unity_scenes.boxes import (
     drawing,
     seen,
 )
+from onefile_rl.engines.samplers import per_agent
 
 WIDTH = 12.5  # half of the floor
 GOAL = -8.35  # z of the goal's face
@@ -66,11 +67,11 @@ class PushBlock(Drawn):
     def begin(self, agents):
         boxes = self.boxes
         parameters = self.parameters
-        friction = parameters.get("dynamic_friction", 0.0)
-        boxes.ground[agents] = (0.6 + friction) / 2
-        boxes.drag[agents, 1] = parameters.get("block_drag", 0.5)
-        boxes.half[agents] = parameters.get("block_scale", 2.0) / 2
-        boxes.gravity = parameters.get("gravity", 2.5 * 9.81)
+        friction = per_agent(parameters, "dynamic_friction", 0.0, agents)
+        boxes.ground[agents] = (0.6 + friction)[:, None] / 2
+        boxes.drag[agents, 1] = per_agent(parameters, "block_drag", 0.5, agents)
+        boxes.half[agents] = per_agent(parameters, "block_scale", 2.0, agents)[:, None] / 2
+        boxes.gravity[agents, 0] = per_agent(parameters, "gravity", 2.5 * 9.81, agents)
         for agent in agents:
             # As in Unity, new positions keep away from the agent's old one
             old = (boxes.position[agent, 0].copy(), CLEAR + boxes.reach()[agent, 0])

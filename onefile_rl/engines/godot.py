@@ -291,7 +291,7 @@ class Game(Process):
         if self.request == "reset":
             rewards = np.zeros(self.num_agents)
         else:
-            rewards = self._numbers("reward", self._trained(message["reward"]))
+            rewards = self._numbers("reward", self._trained(message["reward"]), self.agents)
             if message["done"].count(False) < self.size:
                 ends = self._decode_ends(
                     self._trained(message["done"]), rewards, infos or [{}] * self.num_agents
@@ -316,14 +316,18 @@ class Game(Process):
         """Return the values of the trained agents, from a list with one value per agent."""
         return [values[agent] for agent in self.agents] if self.untrained else values
 
-    def _numbers(self, name, values):
-        """Return `values` as an array. Godot writes NaN as null."""
+    def _numbers(self, name, values, agents):
+        """Return `values`, one of each of the `agents`, as an array. Godot writes NaN as null."""
         try:
-            numbers = np.array(values, np.float64)
+            numbers = to_numbers(values, np.float64)
             if numbers.shape != (len(values),):
                 raise ValueError
         except INVALID:
-            raise GodotError(f"{self.name}: its {name} is not a list of numbers") from None
+            for agent, value in zip(agents, values, strict=True):
+                if value is not None and not isinstance(value, (bool, int, float)):
+                    what = f"its {name} is {quoted(value)}: it must be a number"
+                    raise GodotError(f"{self.name}, agent {agent}: {what}") from None
+            raise GodotError(f"{self.name}: its {name} is too large") from None
         return numbers
 
     def _decode_infos(self, infos):
@@ -339,7 +343,7 @@ class Game(Process):
         if value in (False, True) and isinstance(value, (bool, int, float)):
             return bool(value)
         where = f"{self.name}, agent {agent}"
-        raise GodotError(f"{where}: its {name} is {value!r}: it must be true or false")
+        raise GodotError(f"{where}: its {name} is {quoted(value)}: it must be true or false")
 
     def _decode_ends(self, done, rewards, infos):
         ends = []
@@ -376,7 +380,7 @@ class Game(Process):
             if not isinstance(info.get("stats"), dict):
                 continue
             for name, value in info["stats"].items():
-                (number,) = self._numbers(f"stats {name}", [value])
+                (number,) = self._numbers(f"stats {one_line(name)}", [value], [agent])
                 if not np.isfinite(number):
                     raise GodotError(f"{self.name}, agent {agent}: its stats {name} is {number}")
                 statistics.setdefault(one_line(name), []).append((number, "average"))
@@ -418,14 +422,6 @@ class Game(Process):
             for name, (size, is_discrete) in spaces.items()
         }
 
-    def send_message(self, message):
-        try:
-            self.wire.send(message, self.timeout)
-        except TimeoutError:
-            raise self.not_reading() from None
-        except OSError as error:
-            raise self.disconnected(error) from None
-
     def close(self):
         super().close({"type": "close"})
 
@@ -466,7 +462,7 @@ class GodotLayout(Layout):
         try:
             for name, size in self.vectors.items():
                 values = [row[name] for row in rows]
-                vectors.append(np.array(values, np.float32).reshape(len(rows), size))
+                vectors.append(to_numbers(values, np.float32).reshape(len(rows), size))
             for name, shape in self.images.items():
                 images = [bytes.fromhex(row[name]) for row in rows]
                 observations[name] = decode_images(images, shape)
@@ -475,6 +471,8 @@ class GodotLayout(Layout):
             what = f"{name!r} of get_obs() is not the {expected} of get_obs_space()"
             if name in self.images:
                 what += explain_image(rows, name)
+            else:
+                what += explain_vector(rows, name)
             raise GodotError(
                 f"{game_name}, agent {', '.join(map(str, agents[:4]))}: {what}"
             ) from None
@@ -497,6 +495,34 @@ class GodotLayout(Layout):
             (name,) = self.actions
             return [{name: value} for value in values[0]]
         return [dict(zip(self.actions, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def to_numbers(values, dtype):
+    """Return an array of a list, or of lists of the same length. null is nan. A text is a ValueError, also one that
+    numpy would read as a number."""
+    array = np.array(values)
+    if array.dtype.kind in "biuf":
+        with np.errstate(over="ignore"):
+            return array.astype(dtype, copy=False)
+    if array.dtype.kind != "O" or any(isinstance(x, str) for x in array.flat):
+        raise ValueError("a text")
+    return np.array(values, dtype)  # null, or integers beyond 64 bits
+
+
+def quoted(value):
+    """Return a value of a message for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def explain_vector(rows, name):
+    """Return the first text among the numbers of a vector, for the end of an error message."""
+    for row in rows:
+        values = row.get(name) if isinstance(row, dict) else None
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, str):
+                return f", it has {quoted(value)}"
+    return ""
 
 
 def decode_images(images, shape):

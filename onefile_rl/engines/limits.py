@@ -21,5 +21,5 @@ def find_invalid(rows):
 
 
 def describe(number):
-    """Return a number that is not valid, in words."""
+    """Return a number that is not valid as text for a message."""
     return f"{number}, and must be at most {LARGEST:g}" if np.isfinite(number) else f"{number}"

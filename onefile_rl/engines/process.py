@@ -546,6 +546,14 @@ class Process:
                 continue
         return False
 
+    def send_message(self, message):
+        try:
+            self.wire.send(message, self.timeout)
+        except TimeoutError:
+            raise self.error(f"has not read its input for {self.timeout:g} s") from None
+        except OSError as error:
+            raise self.disconnected(error) from None
+
     def no_answer(self):
         """Return the error for a game that does not answer in time."""
         return self.error(f"has not answered for {self.timeout:g} s: {self.hint}")
@@ -553,10 +561,6 @@ class Process:
     def disconnected(self, error):
         """Return the error for a connection that broke with the OSError `error`."""
         return self.error(f"was disconnected: {error}")
-
-    def not_reading(self):
-        """Return the error for a game that does not take a message in time."""
-        return self.error(f"has not read its input for {self.timeout:g} s")
 
     def error(self, what):
         """Return the error for a lost game. If its process has ended, the message is its last line of output."""

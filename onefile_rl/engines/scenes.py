@@ -5,11 +5,14 @@ SCENES = (
     "3DBall",
     "Basic",
     "Crawler",
+    "FoodCollector",
     "GridWorld",
     "Hallway",
     "Mixed",
     "MixedDiscrete",
+    "MixedHybrid",
     "PushBlock",
+    "Sorter",
 )
 # Bundled scenes that need Godot 4.
 GODOT_SCENES = ("GodotDiscs", "GodotRover")

@@ -18,7 +18,9 @@ from PIL import Image
 
 from onefile_rl.engines.limits import describe, find_invalid
 from onefile_rl.engines.messages import End, Layout, Message
+from onefile_rl.engines.onnx_policy import OnnxPolicy
 from onefile_rl.engines.process import PlayerError, PlayerGone, Process, find_build, one_line
+from onefile_rl.engines.samplers import parse, sampler_seed
 from onefile_rl.engines.scenes import SCENES
 
 # Before mlagents_envs, whose message classes it rebuilds.
@@ -26,10 +28,9 @@ from onefile_rl.engines.unity_wire import UnityMessageProto, Wire
 
 # isort: split
 import mlagents_envs
-from mlagents_envs.side_channel import IncomingMessage
+from mlagents_envs.side_channel import IncomingMessage, SideChannel
 from mlagents_envs.side_channel.engine_configuration_channel import EngineConfigurationChannel
 from mlagents_envs.side_channel.environment_parameters_channel import EnvironmentParametersChannel
-from mlagents_envs.side_channel.side_channel_manager import SideChannelManager
 from mlagents_envs.side_channel.stats_side_channel import StatsSideChannel
 
 # Messages to wait for the first request of a decision: ten times the longest decision period in Unity's inspector, 20.
@@ -38,7 +39,12 @@ PATIENCE = 200
 RESET = 1  # the command that starts new episodes
 MOST_ACTIONS = 100_000  # of an agent: continuous actions and the options of all branches
 PNG = b"\x89PNG\r\n\x1a\n"
+VARIABLE_SIZE = 4  # property of a dimension: rows that are not used are zeros
 SAME_SENSORS = "all agents of a behavior need the same sensors"
+# Versions of ML-Agents' package that declare images as (channels, height, width), and send the floats of an image
+# without compression as (height, width, channels).
+MISDECLARED = ("3.0.0-exp.1", "3.0.0", "4.0.0")
+IMAGE_ORDERS = ("auto", "channels-first", "channels-last")
 
 
 class UnityPlayerError(PlayerError):
@@ -47,6 +53,39 @@ class UnityPlayerError(PlayerError):
 
 class UnityPlayerGone(UnityPlayerError, PlayerGone):
     """The player crashed or hangs. Starting it again may help."""
+
+
+def base_name(behavior):
+    """Return the name of a behavior without its team."""
+    return behavior.split("?team=")[0]
+
+
+def lists_of_channels(side_channels, num_players):
+    """Return the side channels of each player. A channel sends its messages once, so each player needs its own."""
+    if callable(side_channels):
+        lists = [list(side_channels(worker)) for worker in range(num_players)]
+    elif side_channels and num_players > 1:
+        function = (
+            "a function that returns a new list for each player, side_channels=lambda worker: [...]"
+        )
+        raise ValueError(f"side_channels with {num_players} players: give {function}")
+    else:
+        lists = [list(side_channels) for _ in range(num_players)]
+
+    for channels in lists:
+        for channel in channels:
+            if not isinstance(channel, SideChannel) or not hasattr(channel, "message_queue"):
+                what = f"{type(channel).__name__} is not a SideChannel of mlagents_envs"
+                raise ValueError(f"side_channels: {what} whose __init__ calls super().__init__(id)")
+        ids = [channel.channel_id for channel in channels]
+        if len(set(ids)) < len(ids):
+            raise ValueError("side_channels: two channels of a player have the same id")
+    objects = [id(channel) for channels in lists for channel in channels]
+    if len(set(objects)) < len(objects):
+        raise ValueError(
+            "side_channels: two players share a channel: make a new one for each player"
+        )
+    return lists
 
 
 def find_player(path):
@@ -72,8 +111,8 @@ def find_player(path):
 class Player(Process):
     """One Unity process and the connection to it.
 
-    `args` are additional command line arguments. See UnityVecEnv for `time_scale` and `parameters`, and Process for the
-    other arguments.
+    `args` are additional command line arguments. `side_channels` are those of this player. See UnityVecEnv for
+    `time_scale`, `parameters`, `others` and `image_order`, and Process for the other arguments.
     """
 
     editor = "Unity"
@@ -83,8 +122,13 @@ class Player(Process):
     Gone = UnityPlayerGone
 
     def __init__(
-        self, path, worker, base_port, timeout, args, *, seed=0, time_scale=20.0, parameters=None, announced=None
+        self, path, worker, base_port, timeout, args, *, seed=0, time_scale=20.0, parameters=None, announced=None,
+        others=None, side_channels=(), image_order="auto",
     ):  # fmt: skip
+        # From the behavior of agents that are not trained, with or without its team, to the policy that plays them
+        self.policies = {
+            name: OnnxPolicy(name, policy, seed) for name, policy in (others or {}).items()
+        }
         command = None
         if path != "editor":
             found = find_player(path)
@@ -92,18 +136,24 @@ class Player(Process):
         super().__init__(path, command, worker, base_port, timeout, announced)
         self.seed = seed
         self.rng = np.random.default_rng(seed)  # for the agents that are not trained
-        self.behavior = None
+        self.image_order = image_order
+        self.behavior = None  # the one to train; without a team, all its teams
         self.layout = None
         self.action_specs = {}  # of all behaviors, by name
+        self.trained = []  # the names of the behaviors to train
+        self.counts = {}  # trained agents that request a decision, by the behavior's name
         self.untrained = {}  # agents of other behaviors that request a decision, by the behavior's name
 
         engine = EngineConfigurationChannel()
         engine.set_configuration_parameters(time_scale=time_scale, target_frame_rate=-1)
-        settings = EnvironmentParametersChannel()
-        for name, value in (parameters or {}).items():
-            settings.set_float_parameter(name, value)
+        self.parameters = EnvironmentParametersChannel()
+        self.num_samplers = 0  # that were sent
+        self.set_parameters(parameters or {})
         self.stats = StatsSideChannel()
-        self.side_channels = SideChannelManager([engine, settings, self.stats])
+        self.side_channels = [engine, self.parameters, *side_channels]
+        self.receivers = {self.stats.channel_id.bytes_le: [self.stats]}
+        for channel in side_channels:
+            self.receivers.setdefault(channel.channel_id.bytes_le, []).append(channel)
 
     # Start
 
@@ -121,6 +171,7 @@ class Player(Process):
             raise self.error(
                 f"speaks ML-Agents protocol {version}, but 1.3 to 1.x is needed: {fix}"
             )
+        self.package_version = hello.package_version
         reply = UnityMessageProto()
         greeting = reply.unity_input.rl_initialization_input
         greeting.seed = self.seed
@@ -135,8 +186,8 @@ class Player(Process):
     def meet(self, behavior, layout):
         """Wait for the first message in which agents of the behavior request decisions.
 
-        `behavior` is a name with or without "?team=0", or None if there is only one. `layout` is that of the first
-        player, None for the first player itself.
+        `behavior` is a name with its team, a name without a team for all teams, or None if there is only one name.
+        `layout` is that of the first player, None for the first player itself.
         """
         self.behavior = behavior
         deadline = time.monotonic() + self.timeout
@@ -145,28 +196,19 @@ class Player(Process):
                 break
             message = self.receive_message()
             self._read_specs(message)
-            matching = [
-                name
-                for name in sorted(self.action_specs)
-                if self.behavior in (None, name, name.split("?team=")[0])
+            if behavior is None and self.action_specs:
+                self.behavior = self._only_behavior()
+            self._find_trained()
+            requesting = [
+                info for _, infos in self._agents(message) for info in infos if not info.done
             ]
-            if len(matching) > 1:
-                names = ", ".join(matching)
-                raise UnityPlayerError(
-                    f"{self.name} has several behaviors, choose one with --behavior: {names}"
-                )
-            if matching:
-                self.behavior = matching[0]
-                requesting = [info for info in self._agents(message) if not info.done]
-                if requesting:
-                    self.first_message = message
-                    self.num_agents = len(requesting)
-                    spec = self.action_specs[self.behavior]
-                    self.layout = layout or UnityLayout(
-                        self.behavior, requesting[0].observations, spec
-                    )
-                    self._check_actions(spec)
-                    return
+            if requesting:
+                self.first_message = message
+                self.num_agents = len(requesting)
+                self.layout = layout or self._make_layout(requesting[0].observations)
+                self._find_trained()  # now with a layout that all of them must have
+                self._check_others()
+                return
             self._note_untrained(message)
             self.send_actions()
         there = (
@@ -179,8 +221,26 @@ class Player(Process):
             f"{self.name}: no agent of behavior {wanted} requests decisions; {there}"
         )
 
-    def _check_actions(self, spec):
-        """All players must have the actions of the first one, because their agents share one policy."""
+    def _only_behavior(self):
+        """Return the only behavior of the game, without its team if there are several teams."""
+        names = sorted(self.action_specs)
+        if len({base_name(name) for name in names}) > 1:
+            several = f"{self.name} has several behaviors, choose one with --behavior"
+            raise UnityPlayerError(f"{several}: {', '.join(names)}")
+        return names[0] if len(names) == 1 else base_name(names[0])
+
+    def _find_trained(self):
+        """Find the behaviors to train among those that the game has described, and check their actions."""
+        self.trained = [
+            name for name in sorted(self.action_specs) if self.behavior in (name, base_name(name))
+        ]
+        if self.layout:
+            for name in self.trained:
+                self._check_actions(name)
+
+    def _check_actions(self, name):
+        """All players and teams must have the actions of the first one, because their agents share one policy."""
+        spec = self.action_specs[name]
         branches = list(spec.discrete_branch_sizes)
         if (spec.num_continuous_actions, branches) != (
             self.layout.continuous,
@@ -188,9 +248,51 @@ class Player(Process):
         ):
             here = f"{spec.num_continuous_actions} continuous actions, branches {branches}"
             first = f"{self.layout.continuous} and {self.layout.branches} of the first player"
-            raise UnityPlayerError(
-                f"{self.name}: {self.behavior} has {here}, not {first}: start the same build"
+            fix = "start the same build"
+            if name != self.trained[0]:
+                fix += f", or choose one team, for example with --behavior '{name}'"
+            raise UnityPlayerError(f"{self.name}: {name} has {here}, not {first}: {fix}")
+
+    def _make_layout(self, sensors):
+        """Return the layout of the trained agents, of which one has these observations."""
+        declared = self._sends_declared_order()
+        spec = self.action_specs[self.trained[0]]
+        layout = UnityLayout(self.trained[0], sensors, spec, declared)
+        if layout.raw_images and self.image_order == "auto":
+            self._announce_image_order(layout.raw_images, declared)
+        return layout
+
+    def _sends_declared_order(self):
+        """Return whether uncompressed images have their channels first if they are declared so."""
+        if self.image_order == "auto":
+            return self.package_version not in MISDECLARED
+        return self.image_order == "channels-first"
+
+    def _announce_image_order(self, names, declared):
+        images = f"{', '.join(names)}: uncompressed images of ML-Agents' package"
+        version = self.package_version or "of an unknown version"
+        if not declared:
+            order = (
+                "are read as (height, width, channels), the order in which this version sends them"
             )
+            self.announce("image order", f"{images} {version} {order}")
+            return
+        order = "are read as (channels, height, width), but some versions send another order"
+        look = "Look at one with python unity_vec_env.py --save-images FOLDER"
+        fix = "if it is scrambled, give --image-order channels-last or set Compression to PNG in Unity"
+        self.announce("image order", f"{images} {version} {order}. {look}; {fix}")
+
+    def _check_others(self):
+        """Refuse a policy for the behavior that is trained, and mention one for a behavior that is not there."""
+        for name, policy in self.policies.items():
+            if policy.notice:
+                self.announce(policy.notice, policy.notice)
+            if name in self.trained or name == self.behavior:
+                raise UnityPlayerError(f"--others {name}: this is the behavior that is trained")
+            there = sorted(self.action_specs)
+            if not any(name in (other, base_name(other)) for other in there):
+                what = f"--others {name}: the game has no such behavior so far"
+                self.announce(f"others {name}", f"{what}, it has {', '.join(there)}")
 
     def start(self):
         """Return the first message."""
@@ -217,48 +319,60 @@ class Player(Process):
         return message
 
     def _agents(self, message):
-        return message.unity_output.rl_output.agentInfos[self.behavior].value
+        """Return pairs of a trained behavior's name and the AgentInfoProtos of its agents."""
+        infos = message.unity_output.rl_output.agentInfos
+        return [(name, infos[name].value) for name in self.trained if name in infos]
 
     def _decode(self, message):
         self._note_untrained(message)
-        infos = list(self._agents(message))
-        ended = [info for info in infos if info.done]
-        requesting = [info for info in infos if not info.done]
-        ends = self._decode_ends(ended) if ended else []
+        ended = []
+        ended_agents = []
+        requesting = []
+        agents = []
+        self.counts = {}
+        for name, infos in self._agents(message):
+            deciding = [info for info in infos if not info.done]
+            done = [info for info in infos if info.done]
+            if deciding:
+                self.counts[name] = len(deciding)
+            requesting += deciding
+            agents += self._keys(name, deciding)
+            ended += done
+            ended_agents += self._keys(name, done)
+        ends = self._decode_ends(ended, ended_agents) if ended else []
         statistics = {
             name: [(value, method.name.lower()) for value, method in values]
             for name, values in self.stats.get_and_reset_stats().items()
         }
         if not requesting:
             return Message(ends, [], None, {}, None, statistics)
-        agents = [info.id for info in requesting]
         rewards = np.array([info.reward + info.group_reward for info in requesting])
         observations = self.layout.observe(requesting, self.name)
-        masks = self._decode_masks(requesting) if self.layout.branches else None
+        masks = decode_masks(requesting, self.layout.branches) if self.layout.branches else None
         return Message(ends, agents, rewards, observations, masks, statistics)
 
-    def _decode_ends(self, infos):
+    def _keys(self, name, infos):
+        """Return what identifies agents. With several teams, an id can move from one to another."""
+        if name == self.behavior:
+            return [info.id for info in infos]
+        return [f"{info.id} of {name}" for info in infos]
+
+    def _decode_ends(self, infos, agents):
         observations = self.layout.observe(infos, self.name)
         ends = []
-        for row, info in enumerate(infos):
+        for row, (info, agent) in enumerate(zip(infos, agents, strict=True)):
             final_obs = {name: array[row].copy() for name, array in observations.items()}
-            ends.append(
-                End(info.id, info.reward + info.group_reward, info.max_step_reached, final_obs)
-            )
+            reward = info.reward + info.group_reward
+            ends.append(End(agent, reward, info.max_step_reached, final_obs))
         return ends
-
-    def _decode_masks(self, infos):
-        """In Unity's masks, True is forbidden, and a mask can be left out."""
-        masks = np.ones((len(infos), sum(self.layout.branches)), bool)
-        for row, info in enumerate(infos):
-            if len(info.action_mask) == masks.shape[1]:
-                masks[row] = ~np.array(info.action_mask)
-        return masks
 
     def _read_specs(self, message):
         """Read the parts of a message that are not about agents: action specs and side channels."""
-        for brain in message.unity_output.rl_initialization_output.brain_parameters:
+        brains = message.unity_output.rl_initialization_output.brain_parameters
+        for brain in brains:
             self._read_action_spec(brain.brain_name, brain.action_spec)
+        if brains:
+            self._find_trained()
         if message.unity_output.rl_output.side_channel:
             self._read_side_channels(message.unity_output.rl_output.side_channel)
 
@@ -287,25 +401,27 @@ class Player(Process):
             end = 20 + max(size, 0)
             content = bytes(data[20:end])
             data = data[end:]
-            try:
-                if len(channel) < 16 or len(content) != size:
-                    raise ValueError("it is cut off")
-                if channel == self.stats.channel_id.bytes_le:
-                    self.stats.on_message_received(IncomingMessage(content))
-                else:
-                    unknown = f"side channel {uuid.UUID(bytes_le=channel)}"
-                    self.announce(
-                        "side channel",
-                        f"Ignoring the game's messages on {unknown}, which has no receiver",
-                    )
-            except (ValueError, struct.error) as error:
-                what = f"{self.name}: a side channel's message cannot be read ({error})"
-                raise UnityPlayerError(f"{what}: check what the game sends there") from None
+            if len(channel) < 16 or len(content) != size:
+                raise self._unreadable("it is cut off")
+            for receiver in self.receivers.get(channel, ()):
+                try:
+                    receiver.on_message_received(IncomingMessage(content))
+                except (ValueError, struct.error) as error:
+                    if receiver is not self.stats:  # a class of the caller
+                        raise
+                    raise self._unreadable(error) from None
+            if channel not in self.receivers:
+                unknown = f"side channel {uuid.UUID(bytes_le=channel)}, which has no receiver"
+                self.announce("side channel", f"Ignoring the game's messages on {unknown}")
+
+    def _unreadable(self, reason):
+        what = f"{self.name}: a side channel's message cannot be read ({reason})"
+        return UnityPlayerError(f"{what}: check what the game sends there")
 
     def _note_untrained(self, message):
-        """Remember the agents of other behaviors that request a decision. They act at random."""
+        """Remember the agents of other behaviors that request a decision."""
         for name, agents in message.unity_output.rl_output.agentInfos.items():
-            if name == self.behavior or not agents.value:
+            if name in self.trained or not agents.value:
                 continue
             if name not in self.action_specs:
                 what = (
@@ -315,40 +431,112 @@ class Player(Process):
                     f"{what}: restart the game, or press Play in the editor again"
                 )
             self.untrained[name] = [info for info in agents.value if not info.done]
-            if self.behavior in self.action_specs:
-                self.announce(name, f"Training {self.behavior}; agents of {name} act at random")
+            policy = self._policy(name)
+            if policy:
+                policy.forget((name, info.id) for info in agents.value if info.done)
+            if self.trained:
+                how = f"act with {policy.path}" if policy else "act at random"
+                self.announce(name, f"Training {self.behavior}; agents of {name} {how}")
+
+    def _policy(self, name):
+        """Return the policy that plays a behavior that is not trained, or None."""
+        return self.policies.get(name) or self.policies.get(base_name(name))
 
     # To Unity
 
     def reset(self):
         """Tell the player to start new episodes. Unity sends no end of the old ones."""
         self.untrained = {}
+        for policy in self.policies.values():
+            policy.forget_all()
         message = self._new_message()
         message.unity_input.rl_input.command = RESET
         self.send_message(message)
+
+    def set_parameters(self, parameters):
+        """Send environment parameters with the next message. Unity draws from samplers itself."""
+        channel = self.parameters
+        for name, value in parameters.items():
+            value = parse(value)
+            if isinstance(value, float):
+                channel.set_float_parameter(name, value)
+                continue
+            seed = sampler_seed(self.seed, name, self.num_samplers)
+            self.num_samplers += 1
+            if value.kind == "uniform":
+                channel.set_uniform_sampler_parameters(name, *value.numbers, seed)
+            elif value.kind == "gaussian":
+                channel.set_gaussian_sampler_parameters(name, *value.numbers, seed)
+            else:
+                channel.set_multirangeuniform_sampler_parameters(name, value.ranges, seed)
 
     def send_actions(self, continuous=None, discrete=None):
         """Send actions, with one row for each agent that requested a decision in the last message, in its order."""
         message = self._new_message()
         actions = message.unity_input.rl_input.agent_actions
-        if discrete is not None:
-            rows = actions[self.behavior].value
-            continuous = [()] * len(discrete) if continuous is None else continuous.tolist()
-            for floats, options in zip(continuous, discrete.tolist(), strict=True):
-                rows.add(continuous_actions=floats, discrete_actions=options)
-        elif continuous is not None:
-            actions[self.behavior].MergeFromString(self.layout.serialize(continuous))
+        end = 0
+        for name, count in self.counts.items():
+            start = end
+            end += count
+            if discrete is not None:
+                floats = [()] * count if continuous is None else continuous[start:end].tolist()
+                for numbers, options in zip(floats, discrete[start:end].tolist(), strict=True):
+                    actions[name].value.add(continuous_actions=numbers, discrete_actions=options)
+            elif continuous is not None:
+                actions[name].MergeFromString(self.layout.serialize(continuous[start:end]))
         for name, infos in self.untrained.items():
-            self._add_random_actions(actions[name].value, infos, self.action_specs[name])
+            if infos and (policy := self._policy(name)):
+                self._add_policy_actions(actions[name].value, name, infos, policy)
+            else:
+                self._add_random_actions(actions[name].value, infos, self.action_specs[name])
         self.untrained = {}
         self.send_message(message)
 
     def _new_message(self):
         message = UnityMessageProto()
-        message.unity_input.rl_input.side_channel = bytes(
-            self.side_channels.generate_side_channel_messages()
-        )
+        data = bytearray()
+        for channel in self.side_channels:
+            for content in channel.message_queue:
+                data += channel.channel_id.bytes_le + struct.pack("<i", len(content)) + content
+            channel.message_queue = []
+        message.unity_input.rl_input.side_channel = bytes(data)
         return message
+
+    def _add_policy_actions(self, rows, name, infos, policy):
+        """Add the actions of agents that a policy plays."""
+        spec = self.action_specs[name]
+        branches = list(spec.discrete_branch_sizes)
+        continuous, discrete = policy.act(
+            [(name, info.id) for info in infos],
+            self._observe_as_model(name, infos),
+            decode_masks(infos, branches),
+            spec.num_continuous_actions,
+            branches,
+        )
+        for numbers, options in zip(continuous.tolist(), discrete.tolist(), strict=True):
+            rows.add(continuous_actions=numbers, discrete_actions=options)
+
+    def _observe_as_model(self, name, infos):
+        """Return the observations of agents as the inputs of a model: one array per sensor."""
+        declared = self._sends_declared_order()
+        inputs = []
+        for i, first in enumerate(infos[0].observations):
+            where = f"{self.name}, {name}, sensor {first.name or i}"
+            shape = (len(infos), *first.shape)
+            try:
+                sensors = [info.observations[i] for info in infos]
+                if len(shape) == 4:
+                    form = image_form(first, declared)
+                    images = np.stack([decode_image(sensor, *form, where) for sensor in sensors])
+                    inputs.append(images.transpose(0, 3, 1, 2) / np.float32(255))
+                else:
+                    rows = [sensor.float_data.data for sensor in sensors]
+                    inputs.append(np.array(rows, np.float32).reshape(shape))
+            except (IndexError, ValueError):
+                raise UnityPlayerError(f"{where}: agents differ: {SAME_SENSORS}") from None
+            if find_invalid(inputs[-1].reshape(len(infos), -1)):
+                raise UnityPlayerError(f"{where}: an observation is not finite or beyond 1e30")
+        return inputs
 
     def _add_random_actions(self, rows, infos, spec):
         for info in infos:
@@ -362,12 +550,7 @@ class Player(Process):
 
     def send_message(self, message):
         message.header.status = 200
-        try:
-            self.wire.send(message, self.timeout)
-        except TimeoutError:
-            raise self.not_reading() from None
-        except OSError as error:
-            raise self.disconnected(error) from None
+        super().send_message(message)
 
     def close(self):
         goodbye = UnityMessageProto()
@@ -378,20 +561,24 @@ class Player(Process):
 class UnityLayout(Layout):
     """Layout of a behavior, and how Unity serializes its observations and actions.
 
-    `sensors` are the observations of one agent, from which the layout is read, and `spec` are its actions.
+    `sensors` are the observations of one agent, from which the layout is read, and `spec` are its actions. `declared`:
+    see image_form().
     """
 
-    def __init__(self, behavior, sensors, spec):
+    def __init__(self, behavior, sensors, spec, declared=True):
         super().__init__([], 0, {}, spec.num_continuous_actions, list(spec.discrete_branch_sizes))
         self.vectors = []  # vector sensors: index, length when serialized, first and last byte of the floats in a row
+        self.declared = declared
         self.image_sensors = []  # image sensors: index, name, shape, whether the channels come first
+        self.raw_images = []  # names of uncompressed images that are declared with their channels first
         self.input_names = []  # the name of the sensor of each number in the vector
+        self.sensor_names = [sensor.name or f"sensor_{i}" for i, sensor in enumerate(sensors)]
         start = 0
         for i, sensor in enumerate(sensors):
             shape = tuple(sensor.shape)
-            name = sensor.name or f"sensor_{i}"
+            name = self.sensor_names[i]
             if len(shape) == 3:
-                self._add_image(behavior, i, name, shape, sensor)
+                self._add_image(behavior, i, name, sensor)
             else:
                 start = self._add_vector(behavior, i, name, shape, sensor, start)
         if not self.vector_size and not self.images:
@@ -408,21 +595,25 @@ class UnityLayout(Layout):
             : -4 * self.continuous
         ]
 
-    def _add_image(self, behavior, i, name, shape, sensor):
-        taken = {"vector", *self.images}
-        if name in taken:
-            number = 2
-            while f"{name}_{number}" in taken:
-                number += 1
-            print(
-                one_line(f"Sensor {i} is called {name}_{number} here: the name {name} is taken"),
-                flush=True,
-            )
-            name = f"{name}_{number}"
-        # Since package 3.0 the channels come first, and the properties of the dimensions tell.
-        channels_first = list(sensor.dimension_properties) == [1, 2, 2]
-        if channels_first:
-            shape = shape[1:] + shape[:1]
+    def _free_name(self, i, name):
+        """Return a name for sensor `i` in the observation space: its own one, or a similar one if it is taken."""
+        taken = {"vector", *self.images, *self.entities}
+        if name not in taken:
+            return name
+        number = 2
+        while f"{name}_{number}" in taken:
+            number += 1
+        print(
+            one_line(f"Sensor {i} is called {name}_{number} here: the name {name} is taken"),
+            flush=True,
+        )
+        return f"{name}_{number}"
+
+    def _add_image(self, behavior, i, name, sensor):
+        name = self._free_name(i, name)
+        shape, channels_first = image_form(sensor, self.declared)
+        if is_declared_first(sensor) and not sensor.compressed_data and shape[2] > 1:
+            self.raw_images.append(name)
         decode_image(sensor, shape, channels_first, f"{behavior}, sensor {name}")
         self.image_sensors.append((i, name, shape, channels_first))
         self.images[name] = shape
@@ -438,9 +629,11 @@ class UnityLayout(Layout):
             )
         end = start + sensor.float_data.ByteSize()
         self.vectors.append((i, end - start, end - 4 * size, end))
+        if len(shape) == 2 and size and sensor.dimension_properties[:1] == [VARIABLE_SIZE]:
+            self.entities[self._free_name(i, name)] = (self.vector_size, *shape)
         self.input_names += [name] * size
         self.vector_size += size
-        self.sensors.append(size)
+        self.sensors.append(shape if len(shape) == 2 else size)
         return end
 
     def observe(self, infos, player_name):
@@ -488,10 +681,37 @@ class UnityLayout(Layout):
         return table.tobytes()
 
 
+def decode_masks(infos, branches):
+    """Return the allowed discrete actions. In Unity's masks, True is forbidden, and a mask can be left out."""
+    masks = np.ones((len(infos), sum(branches)), bool)
+    for row, info in enumerate(infos):
+        if len(info.action_mask) == masks.shape[1]:
+            masks[row] = ~np.array(info.action_mask, bool)
+    return masks
+
+
+def is_declared_first(sensor):
+    """Return whether an image is declared as (channels, height, width), as since ML-Agents' package 3.0: the properties
+    of the dimensions tell."""
+    return list(sensor.dimension_properties) == [1, 2, 2]
+
+
+def image_form(sensor, declared):
+    """Return the shape (height, width, channels) of an image, and whether its floats have the channels first.
+
+    declared: whether the floats have the order of the declared shape
+    """
+    shape = tuple(sensor.shape)
+    if is_declared_first(sensor):
+        return shape[1:] + shape[:1], declared
+    return shape, False
+
+
 def decode_image(sensor, shape, channels_first, where):
     """Return the image of a sensor as uint8 (height, width, channels).
 
-    Unity sends PNGs of three channels each, or floats from 0 to 1. `where` names the sensor in messages.
+    Unity sends PNGs of three channels each, or floats from 0 to 1. `channels_first`: the order of the floats. `where`
+    names the sensor in messages.
     """
     if not sensor.compressed_data:
         values = np.array(sensor.float_data.data, np.float32)

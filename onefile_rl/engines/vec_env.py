@@ -23,11 +23,13 @@ import time
 import weakref
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from PIL import Image
 
 from onefile_rl.engines import waits
 from onefile_rl.engines.limits import LARGEST, describe, find_invalid
@@ -64,6 +66,7 @@ class EngineVecEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
     Error = EngineError  # the engine's exception
     max_agents = None  # slots per player; None for the number of agents at the first decision
+    flatten_entities = False  # whether sensors of entities are part of the vector
 
     def __init__(self, path, num_players, seed, timeout, max_restarts):
         if num_players < 1:
@@ -115,6 +118,7 @@ class EngineVecEnv(VectorEnv):
             player.slots = Slots(range(self.num_envs, self.num_envs + count))
             self.num_envs += count
         self.sensors = self.layout.sensors
+        self.entities = self.layout.entities
         self._make_spaces()
 
         self._clear()
@@ -156,11 +160,23 @@ class EngineVecEnv(VectorEnv):
         return derive_seed(self.seed, worker + 1000 * self.restarts)
 
     def _make_spaces(self):
-        observations = {}
+        # The vector with all numbers of an agent, and the images. The spaces may have entities apart from it
+        self._obs = {}
         if self.layout.vector_size:
-            observations["vector"] = gym.spaces.Box(
-                -np.inf, np.inf, (self.layout.vector_size,), np.float32
-            )
+            self._obs["vector"] = np.zeros((self.num_envs, self.layout.vector_size), np.float32)
+        for name, shape in self.layout.images.items():
+            self._obs[name] = np.zeros((self.num_envs, *shape), np.uint8)
+        self._entities = {} if self.flatten_entities else self.layout.entities
+        self._plain_columns = np.ones(self.layout.vector_size, bool)
+        for first, rows, size in self._entities.values():
+            self._plain_columns[first : first + rows * size] = False
+
+        observations = {}
+        if self._plain_columns.any():
+            shape = (int(self._plain_columns.sum()),)
+            observations["vector"] = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        for name, (_, rows, size) in self._entities.items():
+            observations[name] = gym.spaces.Box(-np.inf, np.inf, (rows, size), np.float32)
         for name, shape in self.layout.images.items():
             observations[name] = gym.spaces.Box(0, 255, shape, np.uint8)
         actions = {}
@@ -170,12 +186,9 @@ class EngineVecEnv(VectorEnv):
             actions["discrete"] = gym.spaces.MultiDiscrete(self.layout.branches)
         self._continuous = self.layout.continuous
         self._branches = self.layout.branches
-        self._obs = {
-            name: np.zeros((self.num_envs, *space.shape), space.dtype)
-            for name, space in observations.items()
-        }
+        self._has_parts = bool(self.layout.images or self._entities)
         self.single_observation_space = (
-            gym.spaces.Dict(observations) if self.layout.images else observations["vector"]
+            gym.spaces.Dict(observations) if self._has_parts else observations["vector"]
         )
         self.single_action_space = (
             gym.spaces.Dict(actions) if len(actions) > 1 else next(iter(actions.values()))
@@ -268,8 +281,22 @@ class EngineVecEnv(VectorEnv):
         return self._unwrap({name: array.copy() for name, array in self._obs.items()})
 
     def _unwrap(self, observations):
-        """Without images, an observation is the vector itself."""
-        return observations if self.layout.images else observations["vector"]
+        """Return the observation of the spaces: the vector itself if there are neither images nor entities."""
+        if not self._has_parts:
+            return observations["vector"]
+        return self._separate(observations) if self._entities else observations
+
+    def _separate(self, observations):
+        """Take the entities out of the vector, of one agent or of several."""
+        vector = observations["vector"]
+        parts = {}
+        if self._plain_columns.any():
+            parts["vector"] = vector[..., self._plain_columns]
+        for name, (first, rows, size) in self._entities.items():
+            columns = vector[..., first : first + rows * size]
+            parts[name] = columns.reshape(*vector.shape[:-1], rows, size)
+        images = {name: observations[name] for name in self.layout.images}
+        return parts | images
 
     def _make_infos(self):
         infos = {"ready": self._ready.copy(), "closed": self._closed}
@@ -608,11 +635,25 @@ def aggregate(values):
     return numbers[-1]
 
 
-def demo(make_envs, steps, seed, trained=None):
+def save_first_images(envs, obs, folder):
+    """Write the images of the first slot to a folder as PNGs: the first three channels, or one."""
+    if not envs.layout.images:
+        raise ValueError(f"--save-images {folder}: the agents have no images")
+    for name in envs.layout.images:
+        pixels = obs[name][0]
+        pixels = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]
+        safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+        path = Path(folder, f"{safe}.png")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+        print(f"Wrote {path}")
+
+
+def demo(make_envs, steps, seed, trained=None, images=None):
     """Step an env with random actions and print the number of decisions per second.
 
     `trained` (compare.Trained) compares the observations with those of a training run, whose policy acts if it was
-    exported.
+    exported. `images` is a folder to which an image of each camera is written.
     """
     with closing(make_envs()) as envs:
         print(f"{envs.behavior}: {envs.num_envs} agents")
@@ -620,7 +661,9 @@ def demo(make_envs, steps, seed, trained=None):
         print(f"actions {envs.single_action_space}")
         envs.action_space.seed(seed)
         obs, infos = envs.reset()
-        policy = trained.start(envs.layout.input_names) if trained else None
+        if images:
+            save_first_images(envs, obs, images)
+        policy = trained.start(envs.layout.input_names, envs.layout.entities) if trained else None
         decisions = 0
         returns = []
         start = time.perf_counter()

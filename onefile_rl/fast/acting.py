@@ -97,6 +97,14 @@ def _gather(x, axis, places):
     return np.take_along_axis(x, places, axis)
 
 
+def _amax(x, axis, keepdims=False):
+    return x.max(axis, keepdims=keepdims)
+
+
+def _sum(x, axis, keepdims=False):
+    return x.sum(axis, keepdims=keepdims)
+
+
 def _cat(parts, axis=0):
     return np.concatenate(parts, axis)
 
@@ -127,12 +135,20 @@ FUNCTIONS = {
             operator.mul,
             operator.truediv,
             operator.neg,
+            operator.gt,
+            operator.matmul,
             operator.getitem,
         )
     },
     operator.pow: operator.pow,
     **dict.fromkeys((torch.exp, "exp"), np.exp),
     **dict.fromkeys((torch.log, "log"), np.log),
+    **dict.fromkeys((torch.sqrt, "sqrt"), np.sqrt),
+    **dict.fromkeys((torch.abs, "abs"), np.abs),
+    **dict.fromkeys((torch.amax, "amax"), _amax),
+    **dict.fromkeys((torch.sum, "sum"), _sum),
+    "reshape": lambda x, *shape: x.reshape(shape),
+    **dict.fromkeys((torch.transpose, "transpose"), np.swapaxes),
     **dict.fromkeys((torch.tanh, nn.functional.tanh, "tanh"), np.tanh),
     **dict.fromkeys((torch.sigmoid, "sigmoid"), _sigmoid),
     **dict.fromkeys((torch.relu, nn.functional.relu, "relu"), _relu),
@@ -392,7 +408,12 @@ class Recorder:
         return self
 
     def __exit__(self, *error):
-        sys.setprofile(self.profile)
+        # The profiler of cProfile, up to Python 3.11, can only be installed by its own method
+        if hasattr(self.profile, "enable"):
+            sys.setprofile(None)
+            self.profile.enable()
+        else:
+            sys.setprofile(self.profile)
         for module, cls in zip(self.modules, self.classes, strict=True):
             object.__setattr__(module, "__class__", cls)
         for name, (

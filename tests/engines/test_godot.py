@@ -18,6 +18,7 @@ import torch.nn as nn
 from conftest import ROOT, call
 from test_hostile import assert_ends
 
+import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
 import sac_continuous as sac
@@ -243,10 +244,20 @@ class Other(nn.Module):
         return None, torch.sigmoid(self.head(self.net(obs)))
 
 
+def normalized_by_batches():
+    """Return an agent of CrossQ whose policy has statistics of minibatches."""
+    agent = crossq.Agent(DISCS, crossq.Args(hidden_sizes=(16, 16), norm_obs=True))
+    agent.actor.train()
+    for _ in range(100):
+        agent.actor(2 * torch.randn(64, DISCS["obs_dim"]) + 1)
+    return agent
+
+
 AGENTS = {
     "ppo": lambda: (ppo.Agent(DISCS, ppo.Args(hidden_sizes=(16, 16))), DISCS),
     "ppo, silu": lambda: (ppo.Agent(DISCS, ppo.Args(hidden_sizes=(16,), activation="silu")), DISCS),
     "sac": lambda: (sac.Agent(DISCS, sac.Args(hidden_sizes=(16, 16), norm_obs=True)), DISCS),
+    "crossq": lambda: (normalized_by_batches(), DISCS),
     "a changed copy": lambda: (Other(), DISCS),
     "discrete actions": lambda: (
         discrete.Agent(ROVER, discrete.Args(hidden_sizes=(16, 16))),

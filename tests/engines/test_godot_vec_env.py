@@ -8,17 +8,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ROOT, call, free_port, train
+from conftest import ROOT, call, free_port, listening, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hostile import assert_ends
 
+import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
 from godot_vec_env import GodotVecEnv
@@ -259,16 +260,15 @@ def test_games_run_as_fast_as_they_can_and_are_seeded(play, monkeypatch):
     envs, fake = play(launch(), num_players=2, seed=5, action_repeat=3, player_args=["--mine=1"])
     envs.close()
     lines = sorted(" ".join(line["args"]) for line in fake.received() if "launch" in line)
-    for number, words in enumerate(lines):
+    for number, line in enumerate(lines):
         assert (
-            "--headless --fixed-fps 60" in words
-            and "--speedup=1 --action_repeat=3 --mine=1" in words
+            "--headless --fixed-fps 60" in line and "--speedup=1 --action_repeat=3 --mine=1" in line
         )
-        assert f"--env_seed={5 + number} " in words, "each game has its own seed"
+        assert f"--env_seed={5 + number} " in line, "each game has its own seed"
     monkeypatch.setenv("DISPLAY", ":0")
     envs, fake = play(launch(), real_time=True)
-    words = " ".join(fake.received()[0]["args"])
-    assert "fixed-fps" not in words and "headless" not in words and "speedup" not in words
+    line = " ".join(fake.received()[0]["args"])
+    assert "fixed-fps" not in line and "headless" not in line and "speedup" not in line
     monkeypatch.delenv("DISPLAY")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     if sys.platform == "linux":
@@ -743,7 +743,39 @@ BAD = {
     "a reward that is null": (step([0, 0], [0, 0], reward=[0, None]), "agent 1: its reward is nan"),
     "a reward that is a word": (
         step([0, 0], [0, 0], reward=[0, "much"]),
-        "its reward is not a list of numbers",
+        "agent 1: its reward is 'much': it must be a number",
+    ),
+    "a reward that is a number as a text": (
+        step([0, 0], [0, 0], reward=["1.5", 0]),
+        "agent 0: its reward is '1.5': it must be a number",
+    ),
+    "a reward that is a text beside null": (
+        step([0, 0], [0, 0], reward=[None, "1.5"]),
+        "agent 1: its reward is '1.5': it must be a number",
+    ),
+    "a reward that is a list": (
+        step([0, 0], [0, 0], reward=[[1], [2]]),
+        r"agent 0: its reward is \[1\]: it must be a number",
+    ),
+    "a reward that is a long text": (
+        step([0, 0], [0, 0], reward=[0, "x" * 1000]),
+        r"agent 1: its reward is 'x{59}\.\.\.: it must be a number",
+    ),
+    "a reward beyond all numbers": (
+        step([0, 0], [0, 0], reward=[0, 10**400]),
+        "its reward is too large",
+    ),
+    "a statistic that is a text": (
+        step([0, 0], [0, 0], infos=[{}, {"stats": {"speed": "3"}}]),
+        "agent 1: its stats speed is '3': it must be a number",
+    ),
+    "a number as a text": (
+        step([0, 0], ["0.5", 0]),
+        "'obs' of get_obs.. is not the 2 numbers of get_obs_space.., it has '0.5'",
+    ),
+    "a number as a text beside null": (
+        step([0, 0], [None, "0.5"]),
+        "'obs' of get_obs.. is not the 2 numbers of get_obs_space.., it has '0.5'",
     ),
     "a huge reward": (
         step([0, 0], [0, 0], reward=[0, -1e300]),
@@ -953,20 +985,6 @@ def test_other_processes_are_not_accepted_as_the_game(tmp_path):
     assert knocked == [b""], "closed without an answer"
 
 
-def listening():
-    """Return the addresses on which this process listens. Processes of other tests may listen too."""
-    own = set()
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            own.add(os.readlink(file))
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in open(f"/proc/net/{name}").readlines()[1:]
-    ]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-
-
 @linux
 def test_listens_on_loopback_only_and_no_longer_than_needed(tmp_path):
     before, fake = listening(), Fake(tmp_path, launch(late=0.3))
@@ -1018,18 +1036,16 @@ def endless(n=2):
     return launch(n=n) | {"forever": forever}
 
 
-def test_ppo_and_sac_train_evaluate_and_export_a_game(tmp_path, monkeypatch, capsys):
+def test_ppo_sac_and_crossq_train_evaluate_and_export_a_game(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fake = Fake(tmp_path, endless())
-    settings = {
-        sac: dict(
-            buffer_size=64, learning_starts=8, batch_size=4, total_timesteps=64, hidden_sizes=(4,)
-        )
-    }
-    for script in (ppo, sac):
+    off_policy = dict(
+        buffer_size=64, learning_starts=8, batch_size=4, total_timesteps=64, hidden_sizes=(4,)
+    )
+    for script in (ppo, sac, crossq):
         folder = train(
             script,
-            settings.get(script, SMALL) | {"env_id": "game"},
+            (SMALL if script is ppo else off_policy) | {"env_id": "game"},
             godot_path=fake.path,
             compile=False,
         )

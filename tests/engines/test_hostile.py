@@ -753,7 +753,7 @@ def side_channel(content, channel="12345678-0000-0000-0000-000000000000", size=N
 
 def test_messages_on_an_unknown_side_channel_are_ignored_with_a_notice(scripted, capfd):
     class Chatty(ScriptedPlayer):
-        side_channel = property(lambda self: side_channel(b"hi"), lambda self, value: None)
+        side_channel = property(lambda self: [side_channel(b"hi")], lambda self, value: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("conftest.ScriptedPlayer", Chatty)

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import closing
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ROOT, agent, free_port
+from conftest import ROOT, agent, free_port, listening
 from PIL import Image
 
 from onefile_rl.engines.unity import UnityPlayerError
@@ -149,6 +148,80 @@ def test_images_are_uint8_height_width_channel(scripted):
         np.testing.assert_array_equal(obs[key][0], rgb)
     np.testing.assert_array_equal(obs["Grey"][0], grey[:, :, None])
     np.testing.assert_array_equal(obs["Stack"][0], np.stack([grey, grey[::-1]], 2))
+
+
+def raw_image(pixels, properties):
+    """An uncompressed image. The declared order of its dimensions is that of `pixels`."""
+    data = dict(data=(np.ravel(pixels) / 255).tolist())
+    info = agent(0, [])
+    sensor = dict(name="Camera", float_data=data, dimension_properties=properties)
+    if properties == [1, 2, 2]:
+        sensor["shape"] = (pixels.shape[2], *pixels.shape[:2])
+    else:
+        sensor["shape"] = pixels.shape
+    info["observations"] = [sensor]
+    return info
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+# What a player sends: the package, the order of the floats, the option; then the words of the notice
+ORDERS = [
+    ("3.0.0-exp.1", "last", "auto", "(height, width, channels), the order in which this version"),
+    ("3.0.0", "last", "auto", "Camera: uncompressed images of ML-Agents' package 3.0.0 are read"),
+    ("4.0.0", "last", "auto", "(height, width, channels), the order in which this version"),
+    ("4.0.3", "first", "auto", "--save-images FOLDER; if it is scrambled, give --image-order"),
+    ("", "first", "auto", "of an unknown version are read as (channels, height, width)"),
+    ("4.0.3", "last", "channels-last", None),
+    ("3.0.0", "first", "channels-first", None),
+]
+
+
+@pytest.mark.parametrize(("package", "order", "option", "notice"), ORDERS)
+def test_the_order_of_raw_images_follows_the_package_or_the_option(
+    scripted, capsys, package, order, option, notice
+):
+    """Packages 3.0 and 4.0.0 declare channels first and send the floats with the channels last."""
+    info = raw_image(PIXELS, [1, 2, 2])
+    if order == "first":
+        floats = PIXELS.transpose(2, 0, 1).ravel() / 255
+        info["observations"][0]["float_data"]["data"] = floats.tolist()
+    settings = dict(image_order=option)
+    envs, _ = scripted([{NAME: [info]}], package=package, settings=settings)
+    np.testing.assert_array_equal(envs.reset()[0]["Camera"][0], PIXELS)
+    out = capsys.readouterr().out
+    assert notice in out if notice else "uncompressed" not in out
+
+
+@pytest.mark.parametrize("option", ["auto", "channels-first"])
+def test_images_that_are_declared_with_channels_last_need_no_option(scripted, capsys, option):
+    info = raw_image(PIXELS, [2, 2, 1])
+    envs, _ = scripted([{NAME: [info]}], package="2.2.1", settings=dict(image_order=option))
+    np.testing.assert_array_equal(envs.reset()[0]["Camera"][0], PIXELS)
+    assert "uncompressed" not in capsys.readouterr().out
+
+
+def test_grey_images_have_no_order(scripted, capsys):
+    info = raw_image(PIXELS[:, :, :1], [1, 2, 2])
+    envs, _ = scripted([{NAME: [info]}], package="4.0.3")
+    np.testing.assert_array_equal(envs.reset()[0]["Camera"][0], PIXELS[:, :, :1])
+    assert "uncompressed" not in capsys.readouterr().out
+
+
+def test_an_unknown_image_order_is_one_line():
+    refuses("--image-order rows: choose one of auto, channels-first", "Mixed", image_order="rows")
+
+
+def test_save_images_writes_what_was_read(tmp_path):
+    from unity_vec_env import main
+
+    main("GridWorld", steps=1, save_images=str(tmp_path / "new"))
+    (path,) = (tmp_path / "new").iterdir()
+    with closing(UnityVecEnv("GridWorld")) as envs:
+        obs, _ = envs.reset()
+        (name,) = envs.layout.images
+    np.testing.assert_array_equal(np.asarray(Image.open(path)), obs[name][0])
+    with pytest.raises(SystemExit, match="the agents have no images"):
+        main("Basic", steps=1, save_images=str(tmp_path))
 
 
 def test_statistics_come_out_in_infos(scripted):
@@ -440,20 +513,6 @@ def test_hung_player_times_out(num_players):
     finally:
         process.send_signal(signal.SIGCONT)
     assert process.poll() is not None
-
-
-def listening():
-    """Return the local addresses of this process's TCP sockets in state 0A (LISTEN)."""
-    own = set()
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            own.add(os.readlink(file))
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in open(f"/proc/net/{name}").readlines()[1:]
-    ]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")

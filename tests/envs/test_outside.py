@@ -1,6 +1,7 @@
 """Envs of other packages work, or one line says what is wrong and what to do. Stand-ins are in outside_env.py."""
 
 import importlib.util
+import json
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -113,7 +114,7 @@ def test_env_kwargs_may_have_any_name():
 
 def test_a_video_sets_the_render_mode_that_env_kwargs_name_too(monkeypatch):
     args = runs.Args(env_id="outside_env:Starts-v0", env_kwargs={"render_mode": "human"})
-    monkeypatch.setattr(make, "RecordedEnvs", lambda env, path: env)
+    monkeypatch.setattr(make, "RecordedEnvs", lambda env, *_: env)
     env, _ = make.make_envs(args, 1, video="video.mp4")
     assert env.render_mode == "rgb_array"
 
@@ -210,6 +211,12 @@ def test_an_env_of_another_api_is_refused_with_what_it_returned(env_id, match):
         ({"obs": 0.5}, "the observation has shape (), its space has (2,)"),
         ({"obs": None}, "the observation is None, its space has shape (2,)"),
         ({"reward": 10**400}, "the reward is too large for a float"),
+        ({"reward": "1.5"}, "the reward is '1.5', expected a number"),
+        ({"reward": b"1.5"}, "the reward is b'1.5', expected a number"),
+        ({"reward": None}, "the reward is NoneType, expected a number"),
+        ({"terminated": "False"}, "terminated is 'False', expected True or False"),
+        ({"terminated": None}, "terminated is NoneType, expected True or False"),
+        ({"obs": ["0.5", "0.5"], "terminated": True}, "the observation has text, its space has"),
         (
             {"terminated": np.array([True, False])},
             "terminated is ndarray of shape (2,), expected True or False",
@@ -443,6 +450,31 @@ def test_an_env_that_exits_is_an_error_with_its_place(monkeypatch, empty_folder)
         call(ppo, monkeypatch, "--evaluate", folder)
 
 
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [(None, ""), ("numpy", " (Unable to allocate "), ("torch", "DefaultCPUAllocator")],
+)
+def test_an_env_without_memory_is_one_line_and_loses_nothing(
+    how, reason, monkeypatch, empty_folder, capsys
+):
+    env_kwargs = json.dumps({"how": how})
+    line = line_of(env_id="outside_env:Exhausts-v0", env_kwargs=env_kwargs)
+    with pytest.raises(SystemExit) as caught:
+        call(ppo, monkeypatch, *line)
+    message = str(caught.value.code).strip()
+    assert "outside_env.py, line " in message and "not enough memory" in message
+    assert reason in message and message.endswith("or use fewer envs or smaller batches")
+    assert len(message.splitlines()) == 1
+    (folder,) = ppo.Path("runs").iterdir()
+    resume = f"python ppo_continuous_multiagent.py --resume {folder}"
+    assert f"Stopped after 16 decisions. Resume with: {resume}" in capsys.readouterr().out
+    assert checkpoints.load(folder, ppo.__file__)[1]["global_step"] == 16
+
+    # In an evaluation too
+    with pytest.raises(SystemExit, match="not enough memory"):
+        call(ppo, monkeypatch, "--evaluate", folder)
+
+
 def test_help_still_ends_without_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         call(ppo, monkeypatch, "--help")
@@ -465,7 +497,7 @@ def test_only_deliberate_errors_of_the_project_are_messages(tmp_path):
 
     assert errors.is_message(caught(make_env, "NoSuchThing"), "script.py")
     assert not errors.is_message(caught(int, "x"), "script.py")
-    assert not errors.is_message(caught(arguments.parse_named_numbers, ["a=b"]), "script.py")
+    assert not errors.is_message(caught(arguments.parse_parameters, ["a"]), "script.py")
 
     # A script is a part of the project, where it raises an error itself
     script = tmp_path / "script.py"

@@ -6,6 +6,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -147,19 +148,27 @@ def test_disabled_agents_return_with_new_ids():
 # The same player with two clients
 
 EXTRA = {scene: dict(max_agents=16) if scene.startswith("Mixed") else {} for scene in SCENES}
-for scene in ("PushBlock", "Hallway"):  # random actions hardly ever end an episode
+for scene in (
+    "PushBlock",
+    "Hallway",
+    "Sorter",
+    "FoodCollector",
+):  # random actions hardly ever end an episode
     EXTRA[scene]["player_args"] = ["--max-step", "40"]
-STEPS = {"Mixed": 150, "MixedDiscrete": 150, "3DBall": 60, "Basic": 400}  # 40 for other scenes
+STEPS = {
+    "Mixed": 150,
+    "MixedDiscrete": 150,
+    "MixedHybrid": 150,
+    "3DBall": 60,
+    "Basic": 400,
+}  # 40 for other scenes
 
 
 def action(agent, count, size, branches):
-    """Return the action of an agent's decision number `count`, continuous or discrete."""
+    """Return the continuous actions and the choices of an agent's decision number `count`."""
     rng = np.random.default_rng((agent, count))
-    return (
-        rng.integers(0, branches).astype(np.int32)
-        if len(branches)
-        else rng.uniform(-1, 1, size).astype(np.float32)
-    )
+    continuous = rng.uniform(-1, 1, size).astype(np.float32)
+    return continuous, rng.integers(0, np.array(branches, int)).astype(np.int32)
 
 
 def seen(parts):
@@ -181,6 +190,7 @@ def by_stock_client(scene, steps, monkeypatch):
     )
     out = {}
     pending = {}
+    chosen = {}
     count = {}
     try:
         env.reset()
@@ -198,22 +208,29 @@ def by_stock_client(scene, steps, monkeypatch):
                         out.setdefault(agent, []).append((*pending.pop(agent), reward, obs, *end))
                     if not ended:
                         count[agent] = count.get(agent, -1) + 1
-                        act = action(
-                            agent, count[agent], spec.continuous_size, spec.discrete_branches
-                        )
-                        pending[agent] = (obs, act.tobytes())
-            kind = np.int32 if spec.discrete_size else np.float32
-            rows = [np.frombuffer(pending[agent][1], kind) for agent in decisions.agent_id.tolist()]
-            if rows:
-                actions = np.stack(rows)
-                env.set_actions(
-                    name,
-                    ActionTuple(discrete=actions) if spec.discrete_size else ActionTuple(actions),
-                )
+                        sizes = spec.continuous_size, spec.discrete_branches
+                        chosen[agent] = action(agent, count[agent], *sizes)
+                        pending[agent] = (obs, *(part.tobytes() for part in chosen[agent]))
+            if len(decisions):
+                parts = zip(*(chosen[agent] for agent in decisions.agent_id.tolist()), strict=True)
+                env.set_actions(name, ActionTuple(*map(np.stack, parts)))
             env.step()
     finally:
         env.close()
     return out
+
+
+def action_sizes(space):
+    """Return the number of continuous actions and the sizes of the branches."""
+    parts = space.spaces if isinstance(space, gym.spaces.Dict) else {"": space}
+    continuous = 0
+    branches = []
+    for part in parts.values():
+        if isinstance(part, gym.spaces.Box):
+            continuous = part.shape[0]
+        else:
+            branches = part.nvec.tolist()
+    return continuous, branches
 
 
 def by_vec_env(scene, steps):
@@ -221,30 +238,38 @@ def by_vec_env(scene, steps):
     out = {}
     pending = {}
     count = {}
-    with closing(UnityVecEnv(scene, seed=5, **EXTRA[scene])) as envs:
+    with closing(UnityVecEnv(scene, seed=5, flatten_entities=True, **EXTRA[scene])) as envs:
         obs, infos = envs.reset()
         owner = envs.players[0].slots.owner
-        branches = getattr(envs.single_action_space, "nvec", [])
+        continuous, branches = action_sizes(envs.single_action_space)
         images = isinstance(obs, dict)  # GridWorld, which has no vector
 
         def of(obs, slot=...):
             return seen([obs["CameraSensor"][slot] / np.float32(255) if images else obs[slot]])
 
         for _ in range(steps):
-            actions = np.zeros(envs.action_space.shape, np.int32 if len(branches) else np.float32)
+            actions = {
+                "continuous": np.zeros((envs.num_envs, continuous), np.float32),
+                "discrete": np.zeros((envs.num_envs, len(branches)), np.int32),
+            }
             for slot in np.flatnonzero(infos["ready"]):
                 agent = owner[slot]
                 count[agent] = count.get(agent, -1) + 1
-                actions[slot] = action(agent, count[agent], actions.shape[1], branches)
-                pending[slot] = (agent, of(obs, slot), actions[slot].tobytes())
-            obs, rewards, terminated, truncated, infos = envs.step(actions)
+                parts = action(agent, count[agent], continuous, branches)
+                actions["continuous"][slot], actions["discrete"][slot] = parts
+                pending[slot] = (agent, of(obs, slot), *(part.tobytes() for part in parts))
+            if not (continuous and len(branches)):
+                sent = actions["continuous"] if continuous else actions["discrete"]
+            else:
+                sent = actions
+            obs, rewards, terminated, truncated, infos = envs.step(sent)
             for slot in np.flatnonzero(terminated | truncated | infos["ready"]):
                 if slot in pending:
                     ended = terminated[slot] or truncated[slot]
-                    agent, before, act = pending.pop(slot)
+                    agent, *decision = pending.pop(slot)
                     after = of(infos["final_obs"][slot]) if ended else of(obs, slot)
                     end = bool(terminated[slot]), bool(truncated[slot])
-                    out.setdefault(agent, []).append((before, act, rewards[slot], after, *end))
+                    out.setdefault(agent, []).append((*decision, rewards[slot], after, *end))
     return out
 
 
@@ -259,7 +284,7 @@ def test_both_clients_receive_the_same(scene, monkeypatch):
     for agent, transitions in stock.items():
         assert transitions == ours[agent][: len(transitions)]
         compared += len(transitions)
-    assert compared > 150 and any(t[4] or t[5] for rows in stock.values() for t in rows), (
+    assert compared > 150 and any(t[-2] or t[-1] for rows in stock.values() for t in rows), (
         "some of them are ends"
     )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, call, train
 
+import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
 import ppo_pixel as pixel
 import sac_continuous as sac
@@ -33,7 +34,7 @@ SPEC = {"obs_dim": 3, "action_dim": 2, "low": -1.0, "high": 1.0, "sensors": [3]}
 # Inputs that are nearly constant in training
 
 
-@pytest.mark.parametrize("script", [ppo, sac, pixel])
+@pytest.mark.parametrize("script", [ppo, sac, crossq, pixel])
 def test_a_nearly_constant_input_is_not_scaled_up(script):
     """An input with a std of 1e-4 in training that is 0.02 becomes 2, not 200. Other inputs do not change."""
     still = 1e-4 * torch.randn(5000)
@@ -54,7 +55,7 @@ def test_a_nearly_constant_input_is_not_scaled_up(script):
     np.testing.assert_allclose(sb3s(moved)[0], expected.clip(-10, 10), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("script", [ppo, sac])
+@pytest.mark.parametrize("script", [ppo, sac, crossq])
 def test_the_minimum_std_is_in_the_agent_and_in_the_export(script, tmp_path):
     """The exported policy scales a nearly constant input as the agent does."""
     agent = script.Agent(SPEC, script.Args(hidden_sizes=(8, 8), norm_obs=True, min_obs_std=0.5))

@@ -226,15 +226,17 @@ OTHERS = {
     "ppo_lstm_multiagent.py": "--env-id CartPoleBlind-v0 --num-steps 32 --num-minibatches 4 --memory-size 8",
     "ppo_pixel.py": "--env-id DummyPixels-v0 --num-steps 32 --num-minibatches 2 --update-epochs 1 --features 16",
     "sac_continuous.py": "--env-id parity_env:Parity-v0 --learning-starts 50 --batch-size 16 --norm-obs",
+    "crossq_continuous.py": "--env-id parity_env:Parity-v0 --learning-starts 50 --batch-size 16 --norm-obs",
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_scripts_learn_together_too(name):
-    """To their end, and with the same weights in both ranks."""
-    total = 2_400 if name == "sac_continuous.py" else 256
+    """To their end, and with the same weights and running statistics in both ranks."""
+    off_policy = name in ("sac_continuous.py", "crossq_continuous.py")
+    total = 2_400 if off_policy else 256
     source = (ROOT / name).read_text()
-    line = "                run.log(" if name == "sac_continuous.py" else "            run.log("
+    line = "                run.log(" if off_policy else "            run.log("
     assert source.count(line) == 1
     own = "torch.cat([x.flatten() for x in agent.state_dict().values()]).double().sum().item()"
     check = (

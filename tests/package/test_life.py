@@ -1,4 +1,4 @@
-"""A run's life: checkpoint, resume, evaluate, film, export, and what happens when something goes wrong on the way."""
+"""Runs: checkpoints, resume, evaluation, videos, export, and errors on the way."""
 
 import errno
 import itertools
@@ -312,10 +312,9 @@ def test_a_checkpoint_of_another_env_is_one_line(monkeypatch):
         call(monkeypatch, "--evaluate", folder, "--env-id", "Hopper-v5")
 
 
-def test_evaluation_is_of_new_episodes_and_films_only_if_asked(monkeypatch, capsys):
-    """Whatever the run did: its envs have another seed than training's, and no film is made unless this command line
-    says so."""
-    folder, made, filmed = train(total_timesteps=64, seed=5), [], []
+def test_evaluation_is_of_new_episodes_and_records_a_video_only_if_asked(monkeypatch, capsys):
+    """The envs have another seed than in training. Its --capture-video does not apply here."""
+    folder, made, recorded = train(total_timesteps=64, seed=5), [], []
     path = folder / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
     state["args"]["capture_video"] = True
@@ -325,11 +324,11 @@ def test_evaluation_is_of_new_episodes_and_films_only_if_asked(monkeypatch, caps
     monkeypatch.setattr(
         ppo, "make_envs", lambda args, seed: made.append(seed) or original(args, seed)
     )
-    monkeypatch.setattr(evaluate, "record_video", lambda *args: filmed.append(args))
+    monkeypatch.setattr(evaluate, "record_video", lambda *args: recorded.append(args))
     call(monkeypatch, "--evaluate", folder, "--eval-episodes", 1)
-    assert made == [1005] and not filmed
+    assert made == [1005] and not recorded
     call(monkeypatch, "--evaluate", folder, "--eval-episodes", 1, "--seed", 7, "--capture-video")
-    assert made == [1005, 7] and len(filmed) == 1
+    assert made == [1005, 7] and len(recorded) == 1
 
 
 # What is measured
@@ -493,11 +492,11 @@ def test_what_the_game_counts_is_in_tensorboard(monkeypatch):
     assert points["unity/Goal/Sum"] == [(64, 128.0), (128, 128.0)]
 
 
-# Film
+# Videos
 
 
 @needs_gl
-def test_training_is_filmed_and_not_disturbed():
+def test_videos_do_not_disturb_training():
     plain = weights(train(env_id="InvertedPendulum-v5", total_timesteps=128))
     folder = train(
         env_id="InvertedPendulum-v5", total_timesteps=128, capture_video=True, video_interval=64
@@ -514,21 +513,21 @@ def test_training_is_filmed_and_not_disturbed():
 @pytest.mark.parametrize(
     ("env_id", "size"), [("Hopper-v5", 3), ("Crawler", 20), ("PushBlock", 1), ("Hallway", 1)]
 )
-def test_film_shows_something_that_moves(env_id, size, tmp_path, monkeypatch):
+def test_a_video_shows_something_that_moves(env_id, size, tmp_path, monkeypatch):
     import imageio
 
     monkeypatch.setattr(evaluate, "VIDEO_STEPS", 10)
     play = lambda agent, spec, n: lambda obs, infos, who, begins: np.ones((len(who), size))
     evaluate.record_video(
-        ppo.Args(env_id=env_id), make_envs, play, None, None, tmp_path / "film.mp4"
+        ppo.Args(env_id=env_id), make_envs, play, None, None, tmp_path / "video.mp4"
     )
-    frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "film.mp4")]
+    frames = [frame.astype(int) for frame in imageio.get_reader(tmp_path / "video.mp4")]
     assert len(frames) > 5 and frames[0].std() > 10
     assert max(abs(frame - frames[0]).max() for frame in frames) > 50
 
 
 @needs_gl
-@pytest.mark.parametrize("pixels", [False, True], ids=["film", "from pixels"])
+@pytest.mark.parametrize("pixels", [False, True], ids=["video", "from pixels"])
 @pytest.mark.parametrize(
     "env_id", ["HalfCheetah-v5", "Ant-v5", "Swimmer-v5", "Hopper-v5", "Walker2d-v5", "Humanoid-v5"]
 )
@@ -541,9 +540,9 @@ def test_what_runs_stays_in_the_picture(env_id, pixels, tmp_path):
         env = make_pixel_env(env_id, from_pixels=True, image_size=128)
         look = lambda: env.observation(env.env.observation(None))["image"]
     else:
-        film = make_envs(ppo.Args(env_id=env_id), 1, video=tmp_path / "film.mp4")[0]
-        env, look = film.envs[0], lambda: film.envs[0].render()
-        film.reset(seed=1)
+        video = make_envs(ppo.Args(env_id=env_id), 1, video=tmp_path / "video.mp4")[0]
+        env, look = video.envs[0], lambda: video.envs[0].render()
+        video.reset(seed=1)
     env.reset(seed=1)
     count = lambda: int(
         (np.ptp(look().astype(int), -1) > 40).sum()
@@ -552,7 +551,7 @@ def test_what_runs_stays_in_the_picture(env_id, pixels, tmp_path):
     base.data.qpos[0] += 20
     mujoco.mj_forward(base.model, base.data)
     assert before > 50 and 0.5 < count() / before < 2, (before, count())
-    (env if pixels else film).close()
+    (env if pixels else video).close()
 
 
 def test_a_camera_that_follows_changes_the_picture_alone():
@@ -587,11 +586,11 @@ def test_without_gl_the_packages_are_named(monkeypatch):
     monkeypatch.setattr("envs.make.make_env", lambda *_, **__: Blind(make_env("Hopper-v5")))
     with pytest.raises(ValueError, match="apt-get install libegl1 libgl1"):
         evaluate.record_video(
-            ppo.Args(env_id="Hopper-v5"), make_envs, lambda *_: None, None, None, Path("film.mp4")
+            ppo.Args(env_id="Hopper-v5"), make_envs, lambda *_: None, None, None, Path("video.mp4")
         )
 
 
-def test_a_unity_build_is_not_filmed_from_here():
+def test_a_unity_build_is_not_recorded_from_here():
     with pytest.raises(ValueError, match="Recorder"):
         ppo.train(ppo.Args(unity_path="./Build", capture_video=True))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, call
 
+import crossq_continuous as crossq
 import lbc_discrete as lbc
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
@@ -30,6 +31,7 @@ SMALL = {
     ppo: f"{VECTORS} --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 16",
     discrete: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-steps 8 --num-minibatches 2 --total-timesteps 16",
     sac: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
+    crossq: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
     lbc: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-envs 1 --sequence-length 2 --batch-size 2 "
     "--replay-size 2 --total-timesteps 4",
     pixel: f"{IMAGES} --num-steps 4 --num-minibatches 2 --update-epochs 1 --total-timesteps 4",
@@ -83,8 +85,8 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def names_of(script):
-    """Return the script's options; for lbc_discrete.py only its own, because four scripts test the common ones."""
-    common = {field.name for field in fields(runs.Args)} if script is lbc else set()
+    """Return the script's options; for two scripts only their own, because four others test the common ones."""
+    common = {field.name for field in fields(runs.Args)} if script in (lbc, crossq) else set()
     return [field.name for field in fields(script.Args) if field.name not in common | {"compile"}]
 
 

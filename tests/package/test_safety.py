@@ -73,6 +73,10 @@ EVIL = {
         {"env_kwargs": {"xml_file": "evil"}, "env_id": "Hopper-v5"},
         "give --env-kwargs on this command line, or --trust",
     ),
+    "others": (
+        {"env_id": "3DBall", "others": {"Goalie": "evil.sh"}},
+        "would load the policies {'Goalie': 'evil.sh'}: give --others on this command line, or --trust",
+    ),
     "track": (
         {"track": True},
         "would import parity_env, log to the network: give --env-id and --track on this command line",

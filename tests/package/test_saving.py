@@ -323,6 +323,26 @@ def test_a_buffer_that_can_not_be_added_is_named(monkeypatch, disk):
     assert str(caught.value).startswith(f"{line}, buffer is not saved; free some space")
 
 
+@pytest.mark.parametrize("what", ["save", "seal"])
+def test_a_checkpoint_without_enough_memory_ends_no_run(monkeypatch, disk, capsys, what):
+    """The first checkpoint fails, in the copy for the signature or in the file, and the next one is complete."""
+    original = getattr(runs, what)
+    calls = []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError
+        return original(*args)
+
+    monkeypatch.setattr(runs, what, fails_once)
+    folder = train(total_timesteps=64 * 4)
+    out = capsys.readouterr().out
+    assert f"{folder}/checkpoint.pt could not be written (MemoryError): there is no" in out
+    assert "free some memory; the run continues and tries again" in out
+    assert load(folder)["global_step"] == 256
+
+
 def test_a_file_that_is_too_large_is_not_answered_with_free_space(monkeypatch, disk, capsys):
     monkeypatch.setitem(globals(), "FULL", OSError(errno.EFBIG, "File too large"))
     full_from_iteration(monkeypatch, disk, 3)

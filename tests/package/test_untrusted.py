@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+import math
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
+import conftest
 import numpy as np
 import parity_env  # noqa: F401
 import pytest
@@ -20,8 +22,10 @@ import torch
 from conftest import ROOT, call, run_script, train
 
 import ppo_continuous_multiagent as ppo
-from onefile_rl import checkpoints, fast, runs, trust
+import sac_continuous as sac
+from onefile_rl import checkpoints, evaluate, fast, runs, trust
 from onefile_rl.arguments import check_changed_args, fits
+from onefile_rl.engines import files
 from onefile_rl.engines.compare import Trained
 from onefile_rl.engines.printing import printable
 
@@ -100,6 +104,7 @@ def test_a_signature_is_not_valid_for_another_program_of_the_same_name(monkeypat
         ({"env_kwargs": {"xml_file": "robot.xml"}}, "robot.xml"),
         ({"reset_options": {"xml_file": "robot.xml"}}, "robot.xml"),
         ({"player_args": ["--level=robot.xml"]}, "robot.xml"),
+        ({"others": {"Goalie": "policy.onnx"}}, "policy.onnx"),
     ],
 )
 def test_a_signature_is_not_valid_for_other_files_of_the_same_name(
@@ -242,6 +247,40 @@ def test_links_in_the_folder_of_a_run_are_replaced(monkeypatch):
     assert not (folder / "policy.onnx").is_symlink() and (folder / "policy.onnx").stat().st_size > 8
 
 
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_links_in_place_of_videos_are_not_followed(what, monkeypatch, capsys):
+    """Nothing outside of the run's folder is written or removed."""
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    outside = Path("outside").resolve()
+    outside.mkdir()
+    precious = outside / ".16.1.tmp.mp4"
+    precious.write_text("precious")
+    if what == "folder":
+        (folder / "videos").symlink_to(outside)
+    else:
+        (folder / "videos").mkdir()
+        (folder / "videos" / f".evaluation.{os.getpid()}.tmp.mp4").symlink_to(precious)
+        (folder / "videos" / f".32.{os.getpid()}.tmp.mp4").symlink_to(precious)
+
+    def record(args, make_envs, play, agent, spec, path):
+        path.write_bytes(b"video")
+
+    monkeypatch.setattr(evaluate, "record", record)
+    monkeypatch.setattr(evaluate, "check_video", lambda path: None)
+    line = ["--resume", folder, "--total-timesteps", 32, "--capture-video", "--video-interval", 16]
+    call(monkeypatch, *line)
+    out = capsys.readouterr().out
+    line = ["--evaluate", folder, "--eval-episodes", 1, "--capture-video"]
+    problem = f"{folder}/videos is a link to another folder: delete it"
+    if what == "folder":
+        assert problem in out and problem in refused(monkeypatch, *line)
+    else:
+        call(monkeypatch, *line)
+        assert (folder / "videos" / "evaluation.mp4").read_bytes() == b"video"
+    assert list(outside.iterdir()) == [precious] and precious.read_text() == "precious"
+    assert runs.load(folder, ppo.__file__)[1]["global_step"] == 32
+
+
 # Text
 
 
@@ -313,9 +352,8 @@ def test_results_survive_an_ascii_terminal(tmp_path):
 # Content that is too large
 
 
-def test_a_file_that_inflates_is_refused(monkeypatch):
-    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
-    path = folder / "checkpoint.pt"
+def inflate(path):
+    """Replace the largest tensor in a file by 64 MiB of zeros, compressed."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     largest = max(entries, key=lambda name: len(entries[name]) * ("data/" in name))
@@ -324,13 +362,87 @@ def test_a_file_that_inflates_is_refused(monkeypatch):
         for name, content in entries.items():
             archive.writestr(name, content)
     assert path.stat().st_size < 2**20
+
+
+def test_a_file_that_inflates_is_refused(monkeypatch):
+    folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    inflate(folder / "checkpoint.pt")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert "is not a checkpoint, or is incomplete" in refused(monkeypatch, "--evaluate", folder)
+    with pytest.raises(ValueError, match="is not a checkpoint, or is incomplete"):
+        Trained(folder)
+
+
+def test_a_buffer_that_inflates_is_refused(monkeypatch):
+    line = [
+        "--env-id",
+        "parity_env:Parity-v0",
+        "--save-buffer",
+        "--hidden-sizes",
+        8,
+        "--batch-size",
+    ]
+    line += [8, "--learning-starts", 20, "--buffer-size", 1000, "--no-compile"]
+    conftest.call(sac, monkeypatch, *line, "--total-timesteps", 64)
+    (folder,) = Path("runs").iterdir()
+    inflate(folder / "buffer_64.pt")
+    with pytest.raises(SystemExit) as caught:
+        conftest.call(sac, monkeypatch, "--resume", folder, "--total-timesteps", 128)
+    message = str(caught.value).strip()
+    assert message.endswith("is incomplete: delete it to continue with a new one")
+    assert "buffer_64.pt" in message and len(message.splitlines()) == 1
+
+
+def test_a_buffer_that_exceeds_the_memory_is_not_called_incomplete():
+    class Buffer:
+        def restore(self, state):
+            raise MemoryError
+
+    files_of = {"large": {"buffer": "buffer_1.pt"}, "run": "a"}
+    torch.save({"run": "a", "global_step": 1, "state": {}}, "buffer_1.pt")
+    run = runs.Run.__new__(runs.Run)
+    run.resumed = (Path("checkpoint.pt"), files_of)
+    with pytest.raises(MemoryError):
+        run.restore_large("buffer", Buffer())
+
+
+STATISTICS = {
+    "no dict": [1, 2],
+    "no agent": {"kept": {}},
+    "no tensor": {"obs_rms.mean": [0.0], "obs_rms.scale": [1.0]},
+    "no scale": {"obs_rms.mean": torch.zeros(4)},
+    "a scale of 0": {"obs_rms.mean": torch.zeros(4), "obs_rms.scale": torch.zeros(4)},
+    "nan": {"obs_rms.mean": torch.full((4,), math.nan), "obs_rms.scale": torch.ones(4)},
+    "other sizes": {"obs_rms.mean": torch.zeros(4), "obs_rms.scale": torch.ones(5)},
+    "no vector": {"obs_rms.mean": torch.zeros(2, 2), "obs_rms.scale": torch.ones(2, 2)},
+    "sparse": {"obs_rms.mean": torch.zeros(4).to_sparse(), "obs_rms.scale": torch.ones(4)},
+}
+
+
+@pytest.mark.parametrize("what", STATISTICS)
+def test_compare_refuses_invalid_statistics(what):
+    content = STATISTICS[what]
+    if isinstance(content, dict) and "kept" not in content:
+        content = {"kept": {"agent": content}}
+    torch.save(content, "checkpoint.pt")
+    with pytest.raises(ValueError) as caught:
+        Trained(".")
+    assert len(str(caught.value).splitlines()) == 1 and "checkpoint.pt" in str(caught.value)
+
+
+def test_compare_refuses_a_model_of_another_run(monkeypatch):
+    mine = train(env_id="InvertedPendulum-v5", total_timesteps=16)
+    other = train(env_id="Hopper-v5", total_timesteps=16, exp_name="other")
+    call(monkeypatch, "--export", other)
+    shutil.copy(other / "policy.onnx", mine)
+    with pytest.raises(ValueError, match="is not the policy of this run: export the run again"):
+        Trained(mine)
+    assert Trained(other).policy is not None
 
 
 def test_a_file_that_is_larger_than_the_memory_is_refused(monkeypatch):
     folder = train(env_id="InvertedPendulum-v5", total_timesteps=16)
-    monkeypatch.setattr(checkpoints, "free_memory", lambda: 1000)
+    monkeypatch.setattr(files, "free_memory", lambda: 1000)
     assert "does not fit into the free memory" in refused(monkeypatch, "--evaluate", folder)
 
 

@@ -15,11 +15,12 @@ from copies import ENV, PPO, SAC, SMALL, copy_of, saved, state_of, train
 
 from onefile_rl import fast
 
-BOTH = pytest.mark.parametrize("name", SMALL)
+ALL = pytest.mark.parametrize("name", SMALL)
 # One line of each network.
 LAYER = {
     "ppo_continuous_multiagent.py": '{"tanh": nn.Tanh, "silu": nn.SiLU}[activation]()',
     "sac_continuous.py": '{"relu": nn.ReLU, "silu": nn.SiLU}[activation]()',
+    "crossq_continuous.py": '{"relu": nn.ReLU, "silu": nn.SiLU}[args.activation]()',
 }
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -64,7 +65,7 @@ ELU = "nn.ELU()"
 MISH = "nn.Mish()"
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("layer", [LAYERNORM, ELU, MISH, DROPOUT])
 def test_what_acts_is_what_learns(name, layer, monkeypatch, capsys):
     """In training, in --evaluate and in the exported file it is the module that decides, to 1e-5, whatever its layers
@@ -100,7 +101,7 @@ def test_what_acts_is_what_learns(name, layer, monkeypatch, capsys):
 
 
 @needs_gl
-@BOTH
+@ALL
 def test_what_is_filmed_is_what_learns(name, monkeypatch):
     script = copy_of(name, (LAYER[name], LAYERNORM.format(LAYER[name])))
     folder = train(script, env_id="InvertedPendulum-v5")
@@ -127,7 +128,7 @@ def test_a_layer_that_is_not_what_it_was_derived_from_is_noticed(capsys):
     assert act.enabled, "and still in numpy"
 
 
-@BOTH
+@ALL
 def test_dropout_is_on_while_training_and_off_in_evaluation(name, monkeypatch):
     script = copy_of(name, (LAYER[name], DROPOUT.format(LAYER[name])))
     modes, forward = [], torch.nn.Dropout.forward
@@ -140,6 +141,29 @@ def test_dropout_is_on_while_training_and_off_in_evaluation(name, monkeypatch):
     call(script, monkeypatch, "--evaluate", folder, "--eval-episodes", 2)
     call(script, monkeypatch, "--export", folder)
     assert modes and not any(modes)
+
+
+def test_acting_is_translated_under_a_profiler():
+    """`python -m cProfile` must show the same run. The translation itself uses a profile function for a moment."""
+    import cProfile
+
+    script = copy_of("ppo_continuous_multiagent.py")
+    agent = script.Agent(
+        {"obs_dim": 3, "action_dim": 2, "low": [-1, -1], "high": [1, 1]}, script.Args()
+    )
+    act = fast.Acting(agent)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    act(np.zeros((1, 3), np.float32))
+    act(np.zeros((1, 3), np.float32))
+    profiler.disable()
+    assert act.enabled and act.calls == 2
+    calls = {
+        entry.code.co_name: entry.callcount
+        for entry in profiler.getstats()
+        if hasattr(entry.code, "co_name")
+    }
+    assert calls["__call__"] >= 2, "the profiler goes on after the translation"
 
 
 # 2. The agent is live
@@ -257,15 +281,17 @@ def test_a_parameter_in_no_optimizer_is_an_error_that_names_it():
 LOOP = {
     "ppo_continuous_multiagent.py": "            torch.set_num_threads(1)\n",
     "sac_continuous.py": "            if run.due(LOG_INTERVAL):\n",
+    "crossq_continuous.py": "            if run.due(LOG_INTERVAL):\n",
 }
 ANNEALED = {
     "ppo_continuous_multiagent.py": "            args.ent_coef = 0.5 * (1 - iteration / num_iterations)\n",
     "sac_continuous.py": "            args.gamma = 0.9 + 0.1 * run.global_step / run.total\n",
+    "crossq_continuous.py": "            args.gamma = 0.9 + 0.1 * run.global_step / run.total\n",
 }
 
 
 @needs_compiler
-@BOTH
+@ALL
 def test_an_annealed_coefficient_takes_effect_compiled_or_not(name):
     plain = copy_of(name)
     constant = saved(plain, train(plain))[0].state_dict()
@@ -378,7 +404,7 @@ def test_a_copys_runs_have_its_name():
     )
 
 
-@BOTH
+@ALL
 def test_a_checkpoint_of_the_original_is_one_line_and_the_other_way_round(name, monkeypatch):
     copy, original = copy_of(name), copy_of(name, to=name)
     for script, folder in ((copy, train(original)), (original, train(copy))):
@@ -390,11 +416,11 @@ def test_a_checkpoint_of_the_original_is_one_line_and_the_other_way_round(name, 
             assert len(str(caught.value).strip().splitlines()) == 1
 
 
-@BOTH
+@ALL
 def test_weights_that_do_not_fit_are_one_line_that_names_the_first(name, monkeypatch):
     folder = train(copy_of(name))
     script = copy_of(name, (LAYER[name], LAYERNORM.format(LAYER[name])))
-    match = r"does not fit this script's network: .*\.1\.0\.weight is missing in the checkpoint"
+    match = r"does not fit this script's network: .*\.[12]\.0\.weight is missing in the checkpoint"
     with pytest.raises(SystemExit, match=match) as caught:
         call(script, monkeypatch, "--evaluate", folder)
     assert len(str(caught.value).strip().splitlines()) == 1

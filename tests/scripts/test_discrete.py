@@ -350,7 +350,9 @@ def test_bad_input_is_one_line(line, match, tmp_path):
     assert_refused(ppo, line, match, tmp_path)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous_multiagent", "sac_continuous"])
+@pytest.mark.parametrize(
+    "script", ["ppo_continuous_multiagent", "sac_continuous", "crossq_continuous"]
+)
 def test_other_scripts_name_this_one(script, tmp_path):
     out = run_script(__import__(script), "--env-id CartPole-v1", tmp_path)
     assert "use ppo_discrete_multiagent.py" in out.stderr

@@ -507,7 +507,7 @@ def test_unity_gets_graphics(tmp_path, monkeypatch):
 # Networks
 
 
-@pytest.mark.parametrize("encoder", ["nature", "impala"])
+@pytest.mark.parametrize("encoder", ["nature", "simple", "impala"])
 def test_all_observations_are_used(encoder):
     """With two cameras and a vector, actions and values depend on each, and all parameters learn."""
     spec = {
@@ -855,7 +855,7 @@ def exported(spec, agent):
     )
 
 
-@pytest.mark.parametrize("encoder", ["nature", "impala"])
+@pytest.mark.parametrize("encoder", ["nature", "simple", "impala"])
 def test_exported_policy_equals_the_agent(encoder, monkeypatch, tmp_path):
     """Images are floats from 0 to 1, and the inputs are Unity's sensors in their order."""
     monkeypatch.chdir(tmp_path)

@@ -597,7 +597,10 @@ def test_a_saved_policy_is_evaluated(monkeypatch, capsys):
     ("line", "match"),
     [
         ("--env-id CartPole-v1", "use ppo_discrete_multiagent.py"),
-        ("--env-id parity_env:Unbounded-v0", "ppo_continuous_multiagent.py takes them"),
+        (
+            "--env-id parity_env:Unbounded-v0",
+            "ppo_continuous_multiagent.py accepts unbounded ones too",
+        ),
         ("--env-id parity_env:Parity-v0 --tau 1.5", "--tau 1.5: must be between 0 and 1"),
         (
             "--env-id parity_env:Parity-v0 --updates-per-step -1",

@@ -1,0 +1,136 @@
+"""--init-from: a new run that starts with the weights and statistics of another run.
+
+Modules are taken: the agent with its observation statistics, and every other module that checkpoints keep, such as
+return_rms. Optimizers, schedulers, counters, lessons, replay buffers and episodes start new. Tensors are matched by
+name, shape and type.
+"""
+
+import torch
+import torch.nn as nn
+
+from onefile_rl.checkpoints import load, not_finite, same_kind
+from onefile_rl.engines.printing import printable
+
+SHOWN = 3  # misfits that a message names
+
+
+def read(source, script):
+    """Return the path and the content of the checkpoint to start from, of any script.
+
+    source: a run's folder or a checkpoint file
+    """
+    try:
+        return load(source, script, any_script=True)
+    except ValueError as error:
+        raise ValueError(f"--init-from: {error}") from None
+
+
+@torch.no_grad()
+def start_from(path, state, keep, partly):
+    """Copy weights and statistics of a checkpoint into the modules of a new run.
+
+    keep: what checkpoints of the new run keep, by name. partly: start what does not fit new, instead of an error
+    """
+    taken = []
+    misfits = {}
+    for name, thing in keep.items():
+        saved = state["kept"].get(name)
+        prefix = "" if name == "agent" else f"{name}."
+        if isinstance(thing, nn.Module):
+            fit, problems = match(thing.state_dict(), parts_of(thing), saved, prefix)
+        elif name.startswith("parameters of "):  # of an optimizer, outside of all modules
+            fit, problems = match(thing, {key: key for key in thing}, saved, prefix)
+        else:
+            continue
+        taken += fit
+        misfits |= problems
+
+    if misfits and not partly:
+        named = "; ".join(f"{name} {problem}" for name, problem in list(misfits.items())[:SHOWN])
+        more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        fix = "--init-partly starts what does not fit new"
+        raise ValueError(f"--init-from {path} does not fit: {named}{more}: {fix}")
+    if not taken:
+        raise ValueError(f"--init-from {path}: nothing of it fits, leave --init-from out")
+    for name in not_finite({name: theirs for name, _, theirs in taken}, ""):
+        raise ValueError(f"--init-from {path}: {printable(name)} is not finite")
+    for _, ours, theirs in taken:
+        ours.copy_(theirs)
+
+    print(f"Starting from {path} after {state['global_step']:,} decisions", flush=True)
+    for name, problem in misfits.items():
+        print(f"{printable(name)} starts new: it {problem}", flush=True)
+    for name in sorted(state["kept"].keys() - keep.keys()):
+        print(f"{path} has {printable(name)}, which this script does not have", flush=True)
+    for name in state["agent_attributes"]:
+        attribute = printable(name).lstrip(":").replace(":", ".")
+        print(f"The attribute {attribute} of the agent starts with the script's value", flush=True)
+
+
+def parts_of(module):
+    """Return, by the name of each tensor of a module, the part that must be taken or started new as a whole.
+
+    A layer is a part: a bias belongs to its weight, and a mean to its variance and count.
+    """
+    parts = {}
+    for path, layer in module.named_modules():
+        is_layer = next(layer.children(), None) is None
+        for name, _ in [
+            *layer.named_parameters(recurse=False),
+            *layer.named_buffers(recurse=False),
+        ]:
+            full_name = f"{path}.{name}" if path else name
+            parts[full_name] = path if is_layer and path else full_name
+    return parts
+
+
+def match(here, parts, saved, prefix):
+    """Compare tensors by name. Return (name, ours, theirs) of those that fit, and why others do not, by part.
+
+    prefix: of the names in messages
+    """
+    saved = saved if isinstance(saved, dict) else {}
+    problems = {}
+    for name, ours in here.items():
+        problem = misfit(ours, saved.get(name))
+        if problem:
+            part = parts.get(name, name)
+            detail = name.removeprefix(f"{part}.")
+            text = problem if part == name else f"has {detail} that {problem}"
+            problems.setdefault(part, text)
+    fit = [
+        (prefix + name, ours, saved[name])
+        for name, ours in here.items()
+        if parts.get(name, name) not in problems
+    ]
+    unknown = {
+        name: "is in the checkpoint and not in this script" for name in saved if name not in here
+    }
+    return fit, {prefix + name: problem for name, problem in {**problems, **unknown}.items()}
+
+
+def misfit(ours, theirs):
+    """Return why a tensor can't be taken, or None."""
+    if not isinstance(theirs, torch.Tensor):
+        return "is not in the checkpoint"
+    if ours.shape != theirs.shape:
+        return f"is {list(theirs.shape)} in the checkpoint and {list(ours.shape)} here"
+    if not same_kind(ours, theirs):
+        return f"is {theirs.dtype} in the checkpoint and {ours.dtype} here"
+    return None
+
+
+def report_settings(path, state, args, script, common):
+    """Print which arguments of the script the other run had with other values: they may belong to its weights.
+
+    common: names of arguments that do not matter
+    """
+    if state["script"] != script:
+        print(f"{path} was written by {printable(state['script'])}.py", flush=True)
+    different = [
+        f"{name} {printable(value)} (here {args[name]})"
+        for name, value in state["args"].items()
+        if name in args and name not in common and value != args[name]
+    ]
+    if different:
+        print(f"{path} was trained with {', '.join(different)}", flush=True)

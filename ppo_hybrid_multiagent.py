@@ -1,0 +1,626 @@
+"""PPO for hybrid actions: one policy for all agents of a Unity, Godot or gymnasium environment.
+
+    python ppo_hybrid_multiagent.py --env-id FoodCollector               a bundled Unity scene
+    python ppo_hybrid_multiagent.py --unity-path ./Builds/MyScene        your Unity build
+    python ppo_hybrid_multiagent.py --godot-path ./my_game               your Godot game
+    python ppo_hybrid_multiagent.py --env-id my_envs:MyEnv-v0            your gymnasium env
+    python ppo_hybrid_multiagent.py --resume runs/NAME                   or --evaluate, --export
+
+An action has continuous and discrete parts. It is a row of numbers: the continuous actions, then
+one choice per branch. A gymnasium env has such actions if its action space is a Dict or Tuple of Box
+and Discrete or MultiDiscrete. Given the observation all parts are independent, so log-prob and
+entropy are sums over the parts. An action mask says which choices are allowed; a choice that is not
+allowed has probability 0. Unity and Godot send masks. A gymnasium env has them if it has
+action_masks(), the method that sb3-contrib's MaskablePPO uses.
+
+Agents in a game request decisions at their own pace, so a rollout is not a (num_steps, num_envs)
+rectangle. It is a list of rows, one per decision whose reward has arrived, and it is sorted by
+agent before the advantages are computed. An iteration uses num_steps * num_agents rows. With
+gymnasium environments these are the rows of the usual rectangle.
+
+Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
+ 1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
+    Here they are saved in the checkpoint, those of the observations as part of the agent, and
+    change between iterations only. In the first iteration they are still neutral. With
+    --norm-reward, rewards are always clipped to -10 and 10.
+ 2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
+    --vf-coef 1.0 is SB3's 0.5.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
+    errors. It is off by default.
+ 4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
+    and this script anneal by the progress before the rollout.
+ 5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of
+    the final observation.
+ 6. CleanRL shuffles indices in time order, in place. SB3 and this script permute rows sorted by
+    agent, again in each epoch.
+ 7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
+    against 1.5 * target_kl.
+ 8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
+    So where nothing else differs, results equal SB3's up to rounding.
+ 9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
+    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
+    dominate the policy's input elsewhere.
+10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first
+    rescales bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
+"""
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a policy is too small for several threads
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from envs.make import make_envs
+from onefile_rl import distributed, fast, runs
+from onefile_rl.entities import Entities, num_features
+from onefile_rl.normalizer import Normalizer
+
+
+@dataclass
+class Args(runs.Args):
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment, part of the run's folder"""
+    env_id: str = "FoodCollector"
+    """a bundled scene (FoodCollector), a gymnasium id, or module:id"""
+    learning_rate: float = 3e-4
+    """the learning rate of the optimizer"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0"""
+    num_steps: int = 2048
+    """decisions per agent in each iteration; the batch size is num_steps * number of agents"""
+    num_minibatches: int = 32
+    """the number of minibatches per epoch"""
+    update_epochs: int = 10
+    """the number of epochs per iteration; 0 collects data without learning"""
+    gamma: float = 0.99
+    """the discount factor per decision"""
+    gae_lambda: float = 0.95
+    """the lambda of generalized advantage estimation"""
+    clip_coef: float = 0.2
+    """the clipping coefficient of the surrogate objective"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_vloss: bool = False
+    """clip the value loss too, by clip_coef"""
+    ent_coef: float = 0.0
+    """the weight of the entropy bonus"""
+    anneal_ent: bool = False
+    """anneal ent_coef linearly to 0, as ML-Agents does"""
+    vf_coef: float = 0.5
+    """the weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """the maximum norm for gradient clipping"""
+    target_kl: float | None = None
+    """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
+    norm_obs: bool = True
+    """normalize observations by their running mean and variance"""
+    min_obs_std: float = 0.01
+    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
+    norm_reward: bool = True
+    """scale rewards by the running standard deviation of the discounted return"""
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """the widths of the hidden layers of actor and critic"""
+    activation: Literal["tanh", "silu"] = "tanh"
+    """the activation function; silu is ML-Agents' swish"""
+    logstd_init: float = 0.0
+    """the initial log standard deviation of the continuous actions"""
+
+
+# Settings per environment. Options on the command line take precedence.
+# FoodCollector: ML-Agents' official settings. ML-Agents divides the continuous actions of its
+# policies by 3, hence the small initial std.
+PRESETS = {
+    "FoodCollector": dict(
+        total_timesteps=2_000_000, num_steps=512, num_minibatches=10, update_epochs=3,
+        ent_coef=5e-3, norm_obs=False, norm_reward=False, hidden_sizes=(256,), activation="silu",
+        logstd_init=-1.1,
+    ),
+}  # fmt: skip
+
+
+def check(args):
+    """Refuse arguments that can't work, before any work starts."""
+    runs.check(
+        args,
+        above_0=(
+            "num_steps",
+            "num_minibatches",
+            "learning_rate",
+            "max_grad_norm",
+            "target_kl",
+            "hidden_sizes",
+        ),
+        from_0=("clip_coef", "ent_coef", "vf_coef", "update_epochs", "min_obs_std"),
+        from_0_to_1=("gamma", "gae_lambda"),
+        at_most={"update_epochs": 10_000, "hidden_sizes": 2**16},
+    )
+
+
+describe = partial(runs.describe, hybrid=True, entities=True)
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(sizes, activation, num_outputs, output_std):
+    layers = []
+    for size_in, size_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers.append(layer_init(nn.Linear(size_in, size_out)))
+        layers.append({"tanh": nn.Tanh, "silu": nn.SiLU}[activation]())
+    layers.append(layer_init(nn.Linear(sizes[-1], num_outputs), output_std))
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """Actor, critic and the statistics of the observations.
+
+    `spec` describes the env: obs_dim, action_dim and the bounds of the continuous actions, branches
+    (the number of choices in each branch), and entities (see onefile_rl/entities.py) if it has any.
+    """
+
+    def __init__(self, spec, args):
+        super().__init__()
+        sizes = (num_features(spec), *args.hidden_sizes)
+        self.obs_rms = nn.Identity()
+        if args.norm_obs:
+            self.obs_rms = Normalizer(
+                spec["obs_dim"], min_std=args.min_obs_std, entities=spec.get("entities", ())
+            )  # SB3 differs (9)
+        self.action_dim = spec["action_dim"]
+        self.actor_logstd = nn.Parameter(torch.full((self.action_dim,), args.logstd_init))
+        num_outputs = self.action_dim + sum(spec["branches"])  # means, then a logit per choice
+        self.actor = mlp(sizes, args.activation, num_outputs, output_std=0.01)
+        self.critic = mlp(sizes, args.activation, 1, output_std=1.0)
+        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        if "entities" in spec:
+            self.actor = nn.Sequential(Entities(spec), self.actor)
+            self.critic = nn.Sequential(Entities(spec), self.critic)
+        ends = np.cumsum(spec["branches"]).tolist()
+        self.branches = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
+        self.bounds = runs.Bounds(spec)
+
+    def get_value(self, obs):
+        return self.critic(self.obs_rms(obs)).flatten()
+
+    def get_mean_and_choice_logprobs(self, x, mask):
+        """Return the means of the continuous actions, and the log-probs of all choices, one tensor
+        per branch. mask: 0 if not allowed."""
+        outputs = self.actor(x)
+        action_mean = outputs[:, : self.action_dim]
+        logits = outputs[:, self.action_dim :] + (mask.float() - 1.0) * 1e8
+        return action_mean, [logits[:, branch].log_softmax(1) for branch in self.branches]
+
+    def get_action_and_value(self, obs, mask, action=None, deterministic=False):
+        """Return actions, their log-probs, the entropy of the policy and the values of the
+        observations.
+
+        Actions are sampled unless they are given. Learning uses this method directly; acting,
+        evaluation and export use it through `act`.
+        """
+        x = self.obs_rms(obs)
+        action_mean, logprobs = self.get_mean_and_choice_logprobs(x, mask)
+        action_std = self.actor_logstd.exp()
+        if action is None and deterministic:
+            choices = [p.argmax(1, True).float() for p in logprobs]
+            action = torch.cat([action_mean, *choices], 1)
+        elif action is None:
+            continuous = action_mean + action_std * torch.randn_like(action_mean)
+            choices = [torch.multinomial(p.exp(), 1).float() for p in logprobs]
+            action = torch.cat([continuous, *choices], 1)
+
+        # Log-density of normal distributions and log-probs of categorical ones, side by side
+        z = (action[:, : self.action_dim] - action_mean) / action_std
+        density = -0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)
+        choices = action[:, self.action_dim :].long()
+        chosen = [p.gather(1, choices[:, i : i + 1]) for i, p in enumerate(logprobs)]
+
+        # The parts are independent: log-probs and entropies are sums over dimensions and branches
+        logprob = torch.cat([density, *chosen], 1).sum(1)
+        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        entropy = entropy - sum((p.exp() * p).sum(1) for p in logprobs)
+        return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()
+
+    def act(self, obs, mask, deterministic=False):
+        """Return the actions to learn from, and the same actions within the bounds of the env."""
+        action, _, _, _ = self.get_action_and_value(obs, mask, deterministic=deterministic)
+        continuous = action[:, : self.action_dim].clamp(self.bounds.low, self.bounds.high)
+        choices = action[:, self.action_dim :]
+        return action, torch.cat([continuous, choices], 1)  # SB3 differs (10)
+
+
+class Rollout:
+    """Completed decisions of all agents, one row each, in the order in which their rewards arrived.
+
+        row  slots  obs  actions  rewards  next_obs  terminated  truncated
+        0    0      o0   a0       1.0      o2        False       False
+        1    2      o1   a1       0.5      o3        False       True
+        2    0      o2   a2       0.7      o4        False       False
+        ...
+        pending_obs[0] = o4, pending_actions[0] = a4
+
+    Row 2 is the next decision of slot 0 after row 0. Row 1 ended by a time limit: o3 is the final
+    observation. The decision (o4, a4) of slot 0 is still pending, so it is not a row yet.
+
+    A slot is an agent's place in the vector env. A decision becomes a row when its reward arrives,
+    so every row is complete. Rows beyond the batch size wait for the next batch.
+    """
+
+    COLUMNS = (
+        "slots",
+        "obs",
+        "masks",
+        "actions",
+        "rewards",
+        "next_obs",
+        "terminated",
+        "truncated",
+        "discounted_returns",
+    )
+
+    def __init__(self, capacity, num_slots, obs_dim, action_dim, branches):
+        self.size = 0
+        self.slots = np.zeros(capacity, int)
+        self.obs = np.zeros((capacity, obs_dim), np.float32)
+        self.masks = np.zeros((capacity, sum(branches)), bool)
+        self.actions = np.zeros((capacity, action_dim + len(branches)), np.float32)
+        self.rewards = np.zeros(capacity)
+        self.next_obs = np.zeros((capacity, obs_dim), np.float32)
+        self.terminated = np.zeros(capacity, bool)
+        self.truncated = np.zeros(capacity, bool)
+        self.discounted_returns = np.zeros(capacity)  # of the episode so far, to normalize rewards
+        self.pending_obs = np.zeros((num_slots, obs_dim), np.float32)
+        self.pending_masks = np.zeros((num_slots, sum(branches)), bool)
+        self.pending_actions = np.zeros((num_slots, action_dim + len(branches)), np.float32)
+        self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
+
+    def decide(self, slots, obs, masks, actions):
+        """Remember the decisions of these slots until their rewards arrive."""
+        slots = self.as_index(slots)
+        self.pending_obs[slots] = obs
+        self.pending_masks[slots] = masks
+        self.pending_actions[slots] = actions
+
+    def as_index(self, slots):
+        """Return all slots as a slice, which numpy copies faster than by their numbers."""
+        return slots if len(slots) < len(self.running_returns) else slice(None)
+
+    def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
+        """Store the pending decisions of `slots`, whose rewards have arrived.
+
+        reward, terminated, truncated and next_obs are the arrays that envs.step() returned.
+        """
+        rows = slice(self.size, self.size + len(slots))
+        index = self.as_index(slots)
+        self.slots[rows] = slots
+        self.obs[rows] = self.pending_obs[index]
+        self.masks[rows] = self.pending_masks[index]
+        self.actions[rows] = self.pending_actions[index]
+        self.rewards[rows] = reward[index]
+        self.next_obs[rows] = next_obs[index]
+        self.terminated[rows] = terminated[index]
+        self.truncated[rows] = truncated[index]
+        self.running_returns[index] = gamma * self.running_returns[index] + reward[index]
+        self.discounted_returns[rows] = self.running_returns[index]
+        self.size += len(slots)
+
+        # The env resets itself: after an end next_obs is of the next episode, and infos has the
+        # final observation
+        if "final_obs" in infos:
+            done = terminated | truncated
+            for row, slot in enumerate(slots, rows.start):
+                if done[slot]:
+                    self.next_obs[row] = infos["final_obs"][slot]
+            self.running_returns[done] = 0
+
+    def cut(self, slots):
+        """End the episodes of slots whose game crashed, as a time limit does.
+
+        Their pending decisions are never stored.
+        """
+        for slot in slots:
+            rows = np.flatnonzero(self.slots[: self.size] == slot)
+            if len(rows) and not self.terminated[rows[-1]]:
+                self.truncated[rows[-1]] = True
+        self.running_returns[slots] = 0
+
+    def remove(self, num_rows):
+        """Remove the first rows, which have been learned from."""
+        for name in self.COLUMNS:
+            column = getattr(self, name)
+            column[: self.size - num_rows] = column[num_rows : self.size]
+        self.size -= num_rows
+
+
+def gae(rewards, values, next_values, continues, gamma, gae_lambda):
+    """Return the advantages of rows sorted by agent. `next_values` are the values of the next
+    observations, 0 after a termination. `continues` says whether the next row is the next decision
+    of the same episode."""
+    advantages = [0.0] * len(rewards)
+    lastgaelam = 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_values[t] - values[t]
+        lastgaelam = delta + gamma * gae_lambda * lastgaelam if continues[t] else delta
+        advantages[t] = lastgaelam
+    return advantages
+
+
+class Batch(NamedTuple):
+    obs: torch.Tensor
+    masks: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    # PPO does not need these columns. They are here for custom losses
+    next_obs: torch.Tensor  # the final observation where an episode ended
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+
+
+@torch.no_grad()
+def make_batch(agent, rollout, batch_size, reward_scale, args):
+    """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
+    # The sort by slot is stable, so the rows of each agent stay in the order of time
+    order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    obs = torch.as_tensor(rollout.obs[order], device=args.device)
+    masks = torch.as_tensor(rollout.masks[order], device=args.device)
+    actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
+
+    # Log-probs and values with the weights of this iteration: SB3 differs (8). A few rows may have
+    # been decided before the last update, if they were pending or left over; they get the log-probs
+    # of the current policy too
+    agent.eval()  # as when acting: no dropout
+    _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
+    advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
+    agent.train()
+
+    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer: it
+    # repeats some
+    used = np.resize(np.flatnonzero(order < batch_size), batch_size)
+    return Batch(
+        obs[used],
+        masks[used],
+        actions[used],
+        logprobs[used],
+        advantages[used],
+        advantages[used] + values[used],
+        values[used],
+        next_obs[used],
+        torch.as_tensor(rollout.terminated[order][used], device=args.device),
+        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+    )
+
+
+def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args):
+    """Return the advantages of all rows. `values` and `next_obs` are sorted already, by `order`."""
+    rewards = rollout.rewards[order]
+    slots = rollout.slots[order]
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    is_last = np.append(slots[1:] != slots[:-1], True)
+    continues = ~(is_last | terminated | truncated)
+
+    # The next value is that of the next row, of next_obs where no row follows, or 0 after a
+    # termination
+    values = values.double().cpu().numpy()
+    next_values = np.append(values[1:], 0.0)
+    bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
+    next_values[bootstraps] = agent.get_value(next_obs[bootstraps]).cpu()
+    next_values[terminated] = 0.0
+
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Lists, because Python reads single numbers from them faster than from arrays
+    columns = [column.tolist() for column in (rewards, values, next_values, continues)]
+    advantages = gae(*columns, args.gamma, args.gae_lambda)
+    return torch.tensor(advantages, dtype=torch.float32, device=args.device)
+
+
+def ppo_loss(agent, mb, args):
+    """Return the loss of a minibatch and the metrics to log."""
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb.obs, mb.masks, mb.actions)
+    logratio = newlogprob - mb.logprobs
+    ratio = logratio.exp()
+
+    # Policy loss
+    mb_advantages = mb.advantages
+    if args.norm_adv and len(mb_advantages) > 1:
+        mb_advantages = distributed.normalize(mb_advantages)
+    pg_loss1 = -mb_advantages * ratio
+    pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+    # Value loss: SB3 differs (2)
+    v_loss = (newvalue - mb.returns) ** 2
+    if args.clip_vloss:  # SB3 differs (3)
+        v_clipped = mb.values + torch.clamp(newvalue - mb.values, -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - mb.returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+    metrics = {
+        "losses/policy_loss": pg_loss,
+        "losses/value_loss": v_loss,
+        "losses/entropy": entropy_loss,
+        "losses/approx_kl": ((ratio - 1) - logratio).mean(),
+        "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+    }
+    return loss, metrics
+
+
+def update(agent, optimizer, batch, mb_inds, grad_weight, args):
+    """Make one optimizer step on a minibatch, and return the metrics.
+
+    grad_weight: the weight of this rank's gradients in a distributed run
+    """
+    mb = Batch(*(column[mb_inds] for column in batch))
+    optimizer.zero_grad()
+    loss, metrics = ppo_loss(agent, mb, args)
+    loss.backward()
+    distributed.average_gradients(agent.parameters(), grad_weight)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
+    optimizer.step()
+    metrics["losses/grad_norm"] = grad_norm
+    return fast.detach(metrics)
+
+
+@torch.no_grad()
+def approx_kl(agent, batch, mb_inds, args):
+    """Return the approximate KL divergence on a minibatch, before its update."""
+    mb = Batch(*(column[mb_inds] for column in batch))
+    _, metrics = ppo_loss(agent, mb, args)
+    return distributed.average(metrics["losses/approx_kl"])
+
+
+def train(args, resumed=None):
+    """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
+    check(args)
+    with runs.Run(args, __file__, make_envs, resumed) as run:
+        envs = run.envs
+        num_agents = envs.num_envs
+        spec = describe(args, envs)
+        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+
+        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
+        # num_agents rows too many
+        agent = Agent(spec, args).to(args.device)
+        optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
+        return_rms = Normalizer()
+        sizes = (spec["obs_dim"], spec["action_dim"], spec["branches"])
+        rollout = Rollout(batch_size + num_agents, num_agents, *sizes)
+        env_actions = np.zeros_like(rollout.pending_actions)
+        initial_ent_coef = args.ent_coef
+
+        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
+        # translation is compared with agent.act every 1000 calls; where they differ, or where a
+        # layer can't be translated, agent.act itself is called and a message is printed.
+        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
+        # torch.optim; learning rates and floats of args may still change.
+        # --no-fast switches both off; the results are the same up to rounding.
+        act = fast.Acting(agent, enabled=args.fast)
+        num_updates = num_iterations * args.update_epochs * args.num_minibatches
+        compiled_update = run.compile(update, num_updates)
+
+        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
+        # arrays), the arguments, and `episodes` if the envs can continue their episodes
+        next_obs, infos = run.start(
+            agent,
+            spec,
+            total_timesteps,
+            keep={"optimizer": optimizer, "return_rms": return_rms},
+            episodes={"running_returns": rollout.running_returns},
+            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+        )
+
+        # Agents decide at their own pace. After each step, infos says of each slot:
+        #   ready      it requests an action now: its rows of next_obs and action_mask are new
+        #   closed     the reward of its last action has arrived: it is ready or its episode ended
+        #   restarted  its game crashed and was started again: its last action never gets a reward
+        ready = infos["ready"].nonzero()[0]
+
+        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
+        # every checkpoint_interval decisions
+        for iteration in run.iterations():
+            # Annealing: SB3 differs (4)
+            remaining = 1 - run.global_step / total_timesteps
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+            if args.anneal_ent:
+                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
+                args.ent_coef = initial_ent_coef * remaining
+
+            # Collect a rollout. One thread for torch: the environments need the other cores. In a
+            # distributed run, a rank also stops when the others have enough
+            torch.set_num_threads(1)
+            while not run.has_enough(rollout.size, batch_size):
+                # Act for the agents that request an action
+                obs = next_obs[ready]
+                masks = infos["action_mask"][ready]
+                actions, env_actions[ready] = act(obs, masks)
+                rollout.decide(ready, obs, masks, actions)
+                run.spent("act")  # adds the time since the last call to "act"
+
+                # Step. The env ignores the actions of slots that are not ready
+                next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+                run.record(reward, terminated, truncated, infos)  # counts decisions, episodes, time
+
+                # Store the decisions whose reward has arrived
+                if "restarted" in infos:
+                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                closed = infos["closed"].nonzero()[0]
+                rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
+                ready = infos["ready"].nonzero()[0]
+            run.spent("act")
+
+            # Advantages
+            torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
+            num_rows = min(rollout.size, batch_size)
+            reward_scale = return_rms.scale.item()  # 1 / std of the discounted returns
+            batch = make_batch(agent, rollout, batch_size, reward_scale, args)
+
+            # Optimize the policy and the value function
+            metrics = []
+            stop = False
+            for epoch in range(args.update_epochs):
+                # CleanRL differs (6)
+                b_inds = torch.as_tensor(np.random.permutation(batch_size), device=args.device)
+                for mb_inds in b_inds.split(minibatch_size):
+                    if args.target_kl is not None:  # CleanRL differs (7)
+                        stop = approx_kl(agent, batch, mb_inds, args) > 1.5 * args.target_kl
+                    if stop:
+                        break
+                    mb_metrics = compiled_update(
+                        agent, optimizer, batch, mb_inds, float(num_rows), args
+                    )
+                    metrics.append(mb_metrics)
+                if stop:
+                    break
+
+            # Update the statistics of observations and returns: SB3 and CleanRL differ (1). This
+            # changes the policy, so it comes after the updates
+            if args.norm_obs:
+                agent.obs_rms.update(torch.as_tensor(rollout.obs[:num_rows], device=args.device))
+            return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))
+            rollout.remove(num_rows)
+            run.spent("learn")
+
+            # Log
+            scalars = fast.means(metrics)
+            scalars["losses/explained_variance"] = (
+                1 - (batch.advantages.var() / batch.returns.var()).item()
+            )
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(scalars)
+
+
+def main():
+    runs.main(
+        __file__,
+        doc=__doc__,
+        Args=Args,
+        presets=PRESETS,
+        train=train,
+        Agent=Agent,
+        make_envs=make_envs,
+        describe=describe,
+        check=check,
+    )
+
+
+if __name__ == "__main__":
+    main()
