@@ -95,7 +95,7 @@ class Args(runs.Args):
     batch_size: int = 32
     """sequences per update: new ones, as many as there are envs, and replayed ones"""
     num_updates: int = 2
-    """updates per iteration; 0 collects data without learning"""
+    """updates per iteration; 0 updates the normalization statistics only"""
     gamma_1: float = 0.99
     """the discount factor per decision of network 1"""
     gamma_2: float = 0.99
@@ -122,7 +122,7 @@ class Args(runs.Args):
     max_grad_norm: float = 1.0
     """the maximum norm for gradient clipping, of each network"""
     norm_obs: bool = True
-    """normalize observations by their running mean and variance"""
+    """normalize observations by their running mean and variance, and clip them to -10 and 10"""
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by"""
     architecture: Literal["dense", "transformer"] = "dense"
@@ -173,7 +173,7 @@ GREEDY = {
 
 
 def check(args):
-    """Refuse arguments that can't work, before any work starts."""
+    """Check the arguments before the run starts."""
     runs.check(
         args,
         above_0=(
@@ -994,8 +994,8 @@ def train(args, resumed=None):
         else:
             ready, inputs = rollout.observe(next_obs, infos)
 
-        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
-        # every checkpoint_interval decisions
+        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
+        # checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing
             if args.anneal_lr:

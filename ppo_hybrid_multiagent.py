@@ -20,28 +20,30 @@ gymnasium environments these are the rows of the usual rectangle.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are saved in the checkpoint, those of the observations as part of the agent, and
-    change between iterations only. In the first iteration they are still neutral. With
-    --norm-reward, rewards are always clipped to -10 and 10.
+    Here they change only between iterations, are shared by all agents, and are saved in the
+    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
+    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
- 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
-    errors. It is off by default.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
+    two errors. Value clipping is off by default, as in SB3.
  4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
     and this script anneal by the progress before the rollout.
  5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of
     the final observation.
- 6. CleanRL shuffles indices in time order, in place. SB3 and this script permute rows sorted by
-    agent, again in each epoch.
+ 6. CleanRL shuffles one array of indices again in each epoch, and its rows are in the order of
+    time. SB3 and this script draw a new permutation, and the rows are sorted by agent.
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
- 8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
-    So where nothing else differs, results equal SB3's up to rounding.
+ 8. SB3 and CleanRL compute log-probs and values during the rollout, and GAE in single precision.
+    Here log-probs and values are computed after the rollout in one batch, and GAE in double
+    precision. Where nothing else differs, results equal SB3's up to rounding.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
-    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
-    dominate the policy's input elsewhere.
-10. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first
-    rescales bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
+    --min-obs-std: an input that is nearly constant in training would otherwise become huge as
+    soon as it changes.
+10. SB3 and CleanRL clip actions to the bounds of the env. So does this script, but bounds that a
+    new policy (mean 0, std about 1) would hardly reach, such as 100 to 200, are first rescaled to
+    -1 to 1 (envs/make.py).
 """
 
 import os
@@ -79,7 +81,7 @@ class Args(runs.Args):
     num_minibatches: int = 32
     """the number of minibatches per epoch"""
     update_epochs: int = 10
-    """the number of epochs per iteration; 0 collects data without learning"""
+    """the number of epochs per iteration; 0 updates the normalization statistics only"""
     gamma: float = 0.99
     """the discount factor per decision"""
     gae_lambda: float = 0.95
@@ -89,7 +91,7 @@ class Args(runs.Args):
     norm_adv: bool = True
     """normalize the advantages of each minibatch"""
     clip_vloss: bool = False
-    """clip the value loss too, by clip_coef"""
+    """clip the change of the value by clip_coef in the value loss"""
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
@@ -101,9 +103,9 @@ class Args(runs.Args):
     target_kl: float | None = None
     """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
     norm_obs: bool = True
-    """normalize observations by their running mean and variance"""
+    """normalize observations by their running mean and variance, and clip them to -10 and 10"""
     min_obs_std: float = 0.01
-    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
+    """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
     """scale rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -127,7 +129,7 @@ PRESETS = {
 
 
 def check(args):
-    """Refuse arguments that can't work, before any work starts."""
+    """Check the arguments before the run starts."""
     runs.check(
         args,
         above_0=(
@@ -182,7 +184,7 @@ class Agent(nn.Module):
         num_outputs = self.action_dim + sum(spec["branches"])  # means, then a logit per choice
         self.actor = mlp(sizes, args.activation, num_outputs, output_std=0.01)
         self.critic = mlp(sizes, args.activation, 1, output_std=1.0)
-        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        # Only in scenes with entities: attention in front of each network turns them into a vector
         if "entities" in spec:
             self.actor = nn.Sequential(Entities(spec), self.actor)
             self.critic = nn.Sequential(Entities(spec), self.critic)
@@ -256,7 +258,7 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    COLUMNS = (
+    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
         "slots",
         "obs",
         "masks",
@@ -292,7 +294,7 @@ class Rollout:
         self.pending_actions[slots] = actions
 
     def as_index(self, slots):
-        """Return all slots as a slice, which numpy copies faster than by their numbers."""
+        """Return a slice if these are all slots: numpy copies slices faster."""
         return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
@@ -379,16 +381,16 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
 
-    # Log-probs and values with the weights of this iteration: SB3 differs (8). A few rows may have
-    # been decided before the last update, if they were pending or left over; they get the log-probs
-    # of the current policy too
+    # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
+    # were pending or left over were decided before the last update. They get the log-probs of the
+    # current policy as well
     agent.eval()  # as when acting: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
     advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
     agent.train()
 
-    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer: it
-    # repeats some
+    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
+    # slow rank of a distributed run may have fewer, and repeats some
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
     return Batch(
         obs[used],
@@ -489,6 +491,7 @@ def approx_kl(agent, batch, mb_inds, args):
 def train(args, resumed=None):
     """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
+    # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
         num_agents = envs.num_envs
@@ -496,8 +499,8 @@ def train(args, resumed=None):
         batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
-        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
-        # num_agents rows too many
+        # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
+        # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
         return_rms = Normalizer()
@@ -510,42 +513,45 @@ def train(args, resumed=None):
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
         # layer can't be translated, agent.act itself is called and a message is printed.
         # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
-        # torch.optim; learning rates and floats of args may still change.
-        # --no-fast switches both off; the results are the same up to rounding.
+        # torch.optim. Learning rates and floats of args may change during the run; other values of
+        # Python are constants of the compiled code, and a message says so if one changes.
+        # --no-fast switches both off. The results are the same up to rounding, unless the agent
+        # draws random numbers for anything else than its actions.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
 
-        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
-        # arrays), the arguments, and `episodes` if the envs can continue their episodes
+        # Start or resume: reset the envs, or restore the checkpoint. Checkpoints contain the agent,
+        # `keep` (anything with a state_dict, dicts and arrays), the arguments, and `episodes` if
+        # the envs can continue their episodes
         next_obs, infos = run.start(
             agent,
             spec,
             total_timesteps,
             keep={"optimizer": optimizer, "return_rms": return_rms},
             episodes={"running_returns": rollout.running_returns},
-            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+            description=f"{num_iterations} iterations of {batch_size}, minibatches of {minibatch_size}",
         )
 
-        # Agents decide at their own pace. After each step, infos says of each slot:
+        # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward
         ready = infos["ready"].nonzero()[0]
 
-        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
-        # every checkpoint_interval decisions
+        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
+        # checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
+                # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout of batch_size rows; a rank of a distributed run also stops when the
+            # others have enough. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
@@ -553,7 +559,7 @@ def train(args, resumed=None):
                 masks = infos["action_mask"][ready]
                 actions, env_actions[ready] = act(obs, masks)
                 rollout.decide(ready, obs, masks, actions)
-                run.spent("act")  # adds the time since the last call to "act"
+                run.spent("act")  # the time since the last record() or spent() counts as "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -561,16 +567,16 @@ def train(args, resumed=None):
 
                 # Store the decisions whose reward has arrived
                 if "restarted" in infos:
-                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                    rollout.cut(infos["restarted"].nonzero()[0])
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")
+            run.spent("act")  # the time to store the last step
 
             # Advantages
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
-            num_rows = min(rollout.size, batch_size)
-            reward_scale = return_rms.scale.item()  # 1 / std of the discounted returns
+            num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
+            reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
             batch = make_batch(agent, rollout, batch_size, reward_scale, args)
 
             # Optimize the policy and the value function

@@ -31,13 +31,13 @@ The LSTM adds the following to ppo_discrete_multiagent.py:
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are saved in the checkpoint, those of the observations as part of the agent, and
-    change between iterations only. In the first iteration they are still neutral. With
-    --norm-reward, rewards are always clipped to -10 and 10.
+    Here they change only between iterations, are shared by all agents, and are saved in the
+    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
+    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
- 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of both
-    errors. It is off by default.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
+    two errors. Value clipping is off by default, as in SB3.
  4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
     and this script anneal by the progress before the rollout.
  5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of
@@ -47,11 +47,12 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
     are cut at --sequence-length only.
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
- 8. Log-probs and values are computed after the rollout in one batch, and GAE in double precision.
-    So where nothing else differs, results equal SB3's up to rounding.
+ 8. SB3 and CleanRL compute log-probs and values during the rollout, and GAE in single precision.
+    Here log-probs and values are computed after the rollout in one batch, and GAE in double
+    precision. Where nothing else differs, results equal SB3's up to rounding.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
-    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
-    dominate the policy's input elsewhere.
+    --min-obs-std: an input that is nearly constant in training would otherwise become huge as
+    soon as it changes.
 """
 
 import os
@@ -88,7 +89,7 @@ class Args(runs.Args):
     num_minibatches: int = 32
     """the number of minibatches per epoch"""
     update_epochs: int = 10
-    """the number of epochs per iteration; 0 collects data without learning"""
+    """the number of epochs per iteration; 0 updates the normalization statistics only"""
     gamma: float = 0.99
     """the discount factor per decision"""
     gae_lambda: float = 0.95
@@ -98,7 +99,7 @@ class Args(runs.Args):
     norm_adv: bool = True
     """normalize the advantages of each minibatch"""
     clip_vloss: bool = False
-    """clip the value loss too, by clip_coef"""
+    """clip the change of the value by clip_coef in the value loss"""
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
@@ -110,9 +111,9 @@ class Args(runs.Args):
     target_kl: float | None = None
     """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
     norm_obs: bool = True
-    """normalize observations by their running mean and variance"""
+    """normalize observations by their running mean and variance, and clip them to -10 and 10"""
     min_obs_std: float = 0.01
-    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
+    """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
     """scale rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -143,7 +144,7 @@ PRESETS = {
 
 
 def check(args):
-    """Refuse arguments that can't work, before any work starts."""
+    """Check the arguments before the run starts."""
     if args.compile:
         why = "no two minibatches of sequences have the same shape"
         raise ValueError(f"--compile: {why}, so the update can't be compiled: leave it out")
@@ -230,7 +231,7 @@ class Agent(nn.Module):
             )  # SB3 differs (9)
         self.actor_layers = mlp(sizes, args.activation)
         self.critic_layers = mlp(sizes, args.activation)
-        # Only in scenes with entities: attention turns them into a vector, in front of each network
+        # Only in scenes with entities: attention in front of each network turns them into a vector
         if "entities" in spec:
             self.actor_layers = nn.Sequential(Entities(spec), self.actor_layers)
             self.critic_layers = nn.Sequential(Entities(spec), self.critic_layers)
@@ -321,7 +322,7 @@ class Rollout:
     the states before the decisions.
     """
 
-    COLUMNS = (
+    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
         "slots",
         "obs",
         "masks",
@@ -365,7 +366,7 @@ class Rollout:
         self.pending_iterations[slots] = iteration
 
     def as_index(self, slots):
-        """Return all slots as a slice, which numpy copies faster than by their numbers."""
+        """Return a slice if these are all slots: numpy copies slices faster."""
         return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
@@ -457,9 +458,9 @@ def make_batch(agent, rollout, batch_size, reward_scale, iteration, args):
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
 
-    # Log-probs and values with the weights of this iteration: SB3 differs (8). A few rows may have
-    # been decided before the last update, if they were pending or left over; they get the log-probs
-    # of the current policy too
+    # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
+    # were pending or left over were decided before the last update. They get the log-probs of the
+    # current policy as well
     agent.eval()  # as when acting: no dropout
     _, logprobs, _, values, next_lstm_states = agent.get_action_and_value(
         obs, masks, lstm_states, actions
@@ -615,6 +616,7 @@ def approx_kl(agent, batch, mb_inds, sizes, args):
 def train(args, resumed=None):
     """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
+    # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
         num_agents = envs.num_envs
@@ -622,8 +624,8 @@ def train(args, resumed=None):
         batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
-        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
-        # num_agents rows too many
+        # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
+        # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
         return_rms = Normalizer()
@@ -644,8 +646,9 @@ def train(args, resumed=None):
         # results are the same up to rounding.
         act = fast.Acting(agent, enabled=args.fast)
 
-        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
-        # arrays), the arguments, and `episodes` if the envs can continue their episodes
+        # Start or resume: reset the envs, or restore the checkpoint. Checkpoints contain the agent,
+        # `keep` (anything with a state_dict, dicts and arrays), the arguments, and `episodes` if
+        # the envs can continue their episodes
         next_obs, infos = run.start(
             agent,
             spec,
@@ -655,28 +658,28 @@ def train(args, resumed=None):
                 "running_returns": rollout.running_returns,
                 "next_lstm_states": next_lstm_states,
             },
-            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+            description=f"{num_iterations} iterations of {batch_size}, minibatches of {minibatch_size}",
         )
 
-        # Agents decide at their own pace. After each step, infos says of each slot:
+        # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward
         ready = infos["ready"].nonzero()[0]
 
-        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
-        # every checkpoint_interval decisions
+        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
+        # checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             if args.anneal_ent:
-                # Checkpoints have the initial ent_coef, so a resumed run anneals as before
+                # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout of batch_size rows; a rank of a distributed run also stops when the
+            # others have enough. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
@@ -685,7 +688,7 @@ def train(args, resumed=None):
                 lstm_states = next_lstm_states[ready]
                 actions, flat_actions[ready], next_lstm_states[ready] = act(obs, masks, lstm_states)
                 rollout.decide(ready, obs, masks, lstm_states, actions, iteration)
-                run.spent("act")  # adds the time since the last call to "act"
+                run.spent("act")  # the time since the last record() or spent() counts as "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -693,7 +696,7 @@ def train(args, resumed=None):
 
                 # Store the decisions whose reward has arrived
                 if "restarted" in infos:
-                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                    rollout.cut(infos["restarted"].nonzero()[0])
                     next_lstm_states[infos["restarted"]] = 0
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
@@ -701,11 +704,11 @@ def train(args, resumed=None):
                     0  # a new episode starts with the zero state
                 )
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")
+            run.spent("act")  # the time to store the last step
 
             # Advantages
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
-            num_rows = min(rollout.size, batch_size)
+            num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             reward_scale = return_rms.scale.item()
             batch = make_batch(agent, rollout, batch_size, reward_scale, iteration, args)
 

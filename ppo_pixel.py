@@ -25,31 +25,32 @@ What images change compared with ppo_continuous_multiagent.py, which explains th
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
-    Here they are saved in the checkpoint, those of the observations as part of the agent, and
-    change between iterations only. In the first iteration they are still neutral. With
-    --norm-reward, rewards are always clipped to -10 and 10.
- 2. SB3's value loss is vf_coef * mse. CleanRL and we use vf_coef * 0.5 * mse: our --vf-coef 1.0 is
-    SB3's 0.5.
- 3. With value clipping SB3 uses the clipped error, CleanRL and we the larger of both errors. It is
-    off by default.
+    Here they change only between iterations, are shared by all agents, and are saved in the
+    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
+    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
+ 2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
+    --vf-coef 1.0 is SB3's 0.5.
+ 3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
+    two errors. Value clipping is off by default, as in SB3.
  4. SB3 anneals by the progress after the rollout, so the last update has learning rate 0. CleanRL
-    and we anneal by the progress before the rollout.
- 5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of the final
-    observation.
- 6. CleanRL shuffles indices in time order, in place. SB3 and this script permute rows sorted by agent, newly
-    for each epoch.
- 7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step, against 1.5 *
-    target_kl.
+    and this script anneal by the progress before the rollout.
+ 5. CleanRL treats a time limit as a termination. SB3 and this script bootstrap with the value of
+    the final observation.
+ 6. CleanRL shuffles one array of indices again in each epoch, and its rows are in the order of
+    time. SB3 and this script draw a new permutation, and the rows are sorted by agent.
+ 7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
+    against 1.5 * target_kl.
  8. Images are stored with the channels last, and GAE is computed in double precision. So parity
     with SB3 holds up to rounding.
  9. With one image and no vector the network is that of SB3's CnnPolicy. Several images, or images
     and vectors, share one more layer, where SB3's MultiInputPolicy has two layers of 64 for the
     policy and two for the value.
 10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
-    --min-obs-std: an input that is nearly constant in training would otherwise be scaled up to
-    dominate the policy's input elsewhere.
-11. SB3 and CleanRL clip actions to any bounds. This script does too, but envs/make.py first
-    rescales bounds that are far from the actions of a new policy, such as 100 to 200, to -1 to 1.
+    --min-obs-std: an input that is nearly constant in training would otherwise become huge as
+    soon as it changes.
+11. SB3 and CleanRL clip actions to the bounds of the env. So does this script, but bounds that a
+    new policy (mean 0, std about 1) would hardly reach, such as 100 to 200, are first rescaled to
+    -1 to 1 (envs/make.py).
 """
 
 import math
@@ -98,7 +99,7 @@ class Args(runs.Args):
     num_minibatches: int = 8
     """the number of minibatches per epoch"""
     update_epochs: int = 4
-    """the number of epochs per iteration; 0 collects data without learning"""
+    """the number of epochs per iteration; 0 updates the normalization statistics only"""
     gamma: float = 0.99
     """the discount factor per decision"""
     gae_lambda: float = 0.95
@@ -108,7 +109,7 @@ class Args(runs.Args):
     norm_adv: bool = True
     """normalize the advantages of each minibatch"""
     clip_vloss: bool = False
-    """clip the value loss too, by clip_coef"""
+    """clip the change of the value by clip_coef in the value loss"""
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
@@ -120,9 +121,9 @@ class Args(runs.Args):
     target_kl: float | None = None
     """stop the updates of an iteration when the KL divergence exceeds 1.5 times this value"""
     norm_obs: bool = True
-    """normalize vector observations by their running mean and variance"""
+    """normalize vector observations by their running mean and variance, and clip them to -10 and 10"""
     min_obs_std: float = 0.01
-    """the smallest standard deviation that vectors are divided by; 0 as in SB3"""
+    """the smallest standard deviation that vectors are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
     """scale rewards by the running standard deviation of the discounted return"""
     encoder: Literal["nature", "simple", "impala"] = "nature"
@@ -166,7 +167,7 @@ SMALLEST = {
 
 
 def check(args):
-    """Refuse arguments that can't work, before any work starts."""
+    """Check the arguments before the run starts."""
     runs.check(
         args,
         above_0=(
@@ -430,7 +431,7 @@ class Rollout:
     `frames` has the images.
     """
 
-    COLUMNS = (
+    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
         "slots",
         "stacks",
         "vectors",
@@ -610,8 +611,8 @@ def make_batch(agent, rollout, all_images, batch_size, reward_scale, args):
     advantages = compute_advantages(agent, rollout, all_images, order, reward_scale, args)
     agent.train()
 
-    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer: it
-    # repeats some
+    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
+    # slow rank of a distributed run may have fewer, and repeats some
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
     rows = order[used]
     values = torch.as_tensor(rollout.values[rows], device=args.device)
@@ -737,6 +738,7 @@ def play(agent, spec, num_envs):
 def train(args, resumed=None):
     """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
+    # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
         num_agents = envs.num_envs
@@ -744,8 +746,9 @@ def train(args, resumed=None):
         batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
         total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
 
-        # Agent, optimizer, and storage for one iteration. A step of the envs may add up to
-        # num_agents rows too many. Final observations are images in addition to those of the rows
+        # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
+        # num_agents more rows than needed. Final observations are images in addition to those of
+        # the rows
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
         return_rms = Normalizer()
@@ -774,10 +777,10 @@ def train(args, resumed=None):
             keep={"optimizer": optimizer, "return_rms": return_rms},
             episodes={"running_returns": rollout.running_returns, "frames": frames},
             play=play,
-            description=f"batches of {batch_size}, minibatches of {minibatch_size}",
+            description=f"{num_iterations} iterations of {batch_size}, minibatches of {minibatch_size}",
         )
 
-        # Agents decide at their own pace. After each step, infos says of each slot:
+        # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
         #   closed     the reward of its last action has arrived
         #   restarted  its game crashed and was started again: its last action never gets a reward
@@ -785,8 +788,8 @@ def train(args, resumed=None):
         if frames.size == 0:  # otherwise a checkpoint has restored the images of running episodes
             frames.add(ready, next_obs)
 
-        # Until total_timesteps. Each iteration ends with run.log, which also writes a checkpoint
-        # every checkpoint_interval decisions
+        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
+        # checkpoint_interval decisions
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -807,7 +810,7 @@ def train(args, resumed=None):
                 images = stacked(frames.images(), stacks)
                 actions, flat_actions[ready], logprobs, values = act(images, vectors, masks)
                 rollout.decide(ready, stacks, vectors, masks, actions, logprobs, values)
-                run.spent("act")  # adds the time since the last call to "act"
+                run.spent("act")  # the time since the last record() or spent() counts as "act"
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -815,17 +818,17 @@ def train(args, resumed=None):
 
                 # Store the new images, and the decisions whose reward has arrived
                 if "restarted" in infos:
-                    rollout.cut(np.flatnonzero(infos["restarted"]))
+                    rollout.cut(infos["restarted"].nonzero()[0])
                 frames.new_episode |= terminated | truncated
                 ready = infos["ready"].nonzero()[0]
                 frames.add(ready, next_obs)
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
-            run.spent("act")
+            run.spent("act")  # the time to store the last step
 
             # Advantages
             torch.set_num_threads(fast.THREADS)
-            num_rows = min(rollout.size, batch_size)
+            num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             all_images = frames.images(args.device)
             reward_scale = return_rms.scale.item()
             batch = make_batch(agent, rollout, all_images, batch_size, reward_scale, args)

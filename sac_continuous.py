@@ -86,9 +86,9 @@ class Args(runs.Args):
     target_entropy: float | None = None
     """the target of autotune; default: minus the number of action dimensions"""
     norm_obs: bool = False
-    """normalize observations by their running mean and variance"""
+    """normalize observations by their running mean and variance, and clip them to -10 and 10"""
     min_obs_std: float = 0.01
-    """the smallest standard deviation that observations are divided by; 0 as in SB3"""
+    """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     hidden_sizes: tuple[int, ...] = (256, 256)
     """the widths of the hidden layers of policy and Q networks"""
     activation: Literal["relu", "silu"] = "relu"
@@ -126,7 +126,7 @@ NORM_INTERVAL = 1000  # transitions between two updates of the statistics of the
 
 
 def check(args):
-    """Refuse arguments that can't work, before any work starts."""
+    """Check the arguments before the run starts."""
     runs.check(
         args,
         above_0=(
@@ -474,6 +474,7 @@ def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noi
 def train(args, resumed=None):
     """Train an agent. `resumed` is the path and the content of a checkpoint to continue from."""
     check(args)
+    # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
         num_agents = envs.num_envs
@@ -504,8 +505,10 @@ def train(args, resumed=None):
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
         # layer can't be translated, agent.act itself is called and a message is printed.
         # run.compile compiles the updates of long runs, with fast.Adam or any optimizer of
-        # torch.optim; learning rates and floats of args may still change.
-        # --no-fast switches both off; the results are the same up to rounding.
+        # torch.optim. Learning rates and floats of args may change during the run; other values of
+        # Python are constants of the compiled code, and a message says so if one changes.
+        # --no-fast switches both off. The results are the same up to rounding, unless the agent
+        # draws random numbers for anything else than its actions.
         act = fast.Acting(agent, enabled=args.fast)
         compiled_update = run.compile(update, num_updates)
         compiled_update_critics = run.compile(update_critics, num_updates)
@@ -545,7 +548,7 @@ def train(args, resumed=None):
         if not run.came_back:
             rb.cut(range(num_agents))
 
-        # Agents decide at their own pace. After each step, infos says of each slot:
+        # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its row of next_obs is new
         #   closed     the reward of its last action has arrived: it is ready or its episode ended
         #   restarted  its game crashed and was started again: its last action never gets a reward

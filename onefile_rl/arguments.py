@@ -154,7 +154,7 @@ class Args:
     seed: int = 1
     """the seed of the envs, networks, actions and minibatches; --evaluate uses the run's seed + 1000 by default"""
     total_timesteps: int = 1_000_000
-    """the number of decisions to train for, counted over all agents"""
+    """the number of decisions to train for, counted over all agents; PPO rounds down to whole iterations"""
     device: str = "cpu"
     """the device of the rollout and the update: cpu, cuda, cuda:N or mps"""
     fast: bool = True
@@ -624,16 +624,17 @@ def bounds(space):
 
 
 class Bounds(nn.Module):
-    """Action bounds `low` and `high` of a spec: numbers if all actions share them, otherwise buffers."""
+    """Action bounds `low` and `high`, tensors with one number per continuous action."""
 
     def __init__(self, spec):
         super().__init__()
         for name in ("low", "high"):
-            if isinstance(spec[name], float):
-                setattr(self, name, spec[name])
-            else:
-                # The largest numbers for infinite ones: all that an agent has must be finite
-                self.register_buffer(name, torch.tensor(spec[name]).nan_to_num())
+            bounds = spec[name]
+            if isinstance(bounds, float):  # shared by all actions
+                bounds = [bounds] * spec["action_dim"]
+            # The largest numbers for infinite ones: all that an agent has must be finite. They are
+            # not part of the state_dict: every agent gets them from its spec
+            self.register_buffer(name, torch.tensor(bounds).nan_to_num(), persistent=False)
 
 
 # The command line

@@ -1,11 +1,13 @@
 """Export of a policy as an ONNX file for Unity or Godot, and as JSON for Godot without .NET."""
 
+import contextlib
 import json
 import warnings
 
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.onnx import symbolic_helper, symbolic_opset9
 
 from onefile_rl.checkpoints import replacing, using
 from onefile_rl.evaluate import load_agent
@@ -28,6 +30,8 @@ GDSCRIPT_OPERATORS = {
     "Equal",
     "Gemm",
     "LogSoftmax",
+    "Max",
+    "Min",
     "Mul",
     "Pow",
     "ReduceMean",
@@ -237,8 +241,29 @@ def export(agent, spec, path):
         warnings.simplefilter(
             "ignore"
         )  # the exporter is deprecated, and some outputs are constants
-        with replacing(path) as temporary:
+        with replacing(path) as temporary, clamp_by_tensors():
             torch.onnx.export(graph, graph.example(), temporary, **settings)
+
+
+@contextlib.contextmanager
+def clamp_by_tensors():
+    """Let the exporter write clamp(x, low, high) with tensors as bounds. Its own clamp can fail for them, because
+    opset 9 has Clip for numbers only."""
+
+    def clamp(g, x, low, high):
+        bounds = {"Max": low, "Min": high}
+        given = {name: x for name, x in bounds.items() if not symbolic_helper._is_none(x)}
+        if not any(symbolic_helper._get_tensor_rank(bound) for bound in given.values()):
+            return symbolic_opset9.clamp(g, x, low, high)
+        for name, bound in given.items():
+            x = g.op(name, x, bound)
+        return x
+
+    torch.onnx.register_custom_op_symbolic("aten::clamp", clamp, 9)
+    try:
+        yield
+    finally:
+        torch.onnx.unregister_custom_op_symbolic("aten::clamp", 9)
 
 
 def export_checkpoint(args, path, state, script, Agent):

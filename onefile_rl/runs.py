@@ -418,6 +418,8 @@ class Run:
         how = (
             f"{distributed.SIZE} ranks, each with {self.how}" if distributed.SIZE > 1 else self.how
         )
+        if self.resumed:
+            how = f"resumed after {self.global_step:,} decisions; {how}"
         print(
             f"{self.folder}: {how}; {description}; {self.update_description}tensorboard --logdir runs",
             flush=True,

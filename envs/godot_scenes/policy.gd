@@ -63,6 +63,8 @@ func compute(step: Dictionary, x: Array) -> PackedFloat64Array:
 		"Div": return both(a, x[1], func(v, w): return v / w)
 		"Pow": return both(a, x[1], func(v, w): return pow(v, w))
 		"Equal": return both(a, x[1], func(v, w): return float(v == w))
+		"Max": return both(a, x[1], func(v, w): return maxf(v, w))
+		"Min": return both(a, x[1], func(v, w): return minf(v, w))
 		"Clip": return each(a, func(v): return clampf(v, step["min"], step["max"]))
 		"Elu": return each(a, func(v): return v if v > 0 else step["alpha"] * (exp(v) - 1))
 		"Relu": return each(a, func(v): return maxf(v, 0))

@@ -365,6 +365,15 @@ def test_ppo_learns_actions_between_100_and_200(monkeypatch, empty_folder):
     assert kept[0] < -15 and kept[-1] > -12  # the return of five steps; -35 at 100, 0 at 170
 
 
+def test_bounds_are_tensors_with_one_number_per_action():
+    """Code that scales or squashes actions needs no special case for bounds that all actions share."""
+    shared = runs.Bounds({"low": -1.0, "high": 2.0, "action_dim": 3})
+    assert shared.low.tolist() == [-1.0] * 3 and shared.high.tolist() == [2.0] * 3
+    each = runs.Bounds({"low": [-1.0, 0.0], "high": [2.0, 3.0], "action_dim": 2})
+    assert ((each.high - each.low) / 2).log().shape == (2,)
+    assert not shared.state_dict() and not each.state_dict()  # a checkpoint has them in its spec
+
+
 def test_one_infinite_bound_among_finite_ones_works(empty_folder):
     ppo.train(ppo.Args(env_id="outside_env:Dimensions-v0", exp_name="infinite", **SMALL))
     bounds = runs.Bounds({"low": [-np.inf, -1.0], "high": [1.0, np.inf]})
