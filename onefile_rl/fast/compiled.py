@@ -9,6 +9,7 @@ import types
 
 import torch
 import torch.nn as nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
 
 from onefile_rl.fast.adam import Adam, read_param_groups
@@ -95,6 +96,30 @@ def copy_of(function):
     return copy
 
 
+class Shortcut:
+    """What torch.compile has made of a function, called without torch's own wrapper.
+
+    The wrapper takes as long as a fifth of a small update. It saves and restores settings, most of which are about
+    compiling again. `accepts` makes the checks of the compiled function, and has to be called first.
+    """
+
+    def __init__(self, function, entry):
+        """function: as it was given to torch.compile. entry: what torch keeps for it."""
+        self.guards = entry.guard_manager
+        self.variables = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        self.variables = {name: cell.cell_contents for name, cell in self.variables.items()}
+        self.compiled = types.FunctionType(
+            entry.code, function.__globals__, closure=function.__closure__
+        )
+
+    def accepts(self, numbers, *others):
+        """Return whether nothing has changed that was compiled in."""
+        # torch removes its entry when an object that was compiled in does not exist any more
+        if self.guards.cache_entry is None:
+            return False
+        return self.guards.check({**self.variables, "numbers": numbers, "others": others})
+
+
 class CompiledUpdate:
     """`function(*inputs)`, compiled by torch.compile at its first call.
 
@@ -111,6 +136,8 @@ class CompiledUpdate:
         self.insist = insist
         self.seconds = None  # how long the first call took
         self.compiled = None
+        self.whole = None  # what is given to torch.compile, if it is compiled as a whole
+        self.shortcut = None
         self.numbers = None  # the floats of the last call, and the tensor with them
         self.numbers_tensor = None
         self.float_names = [name for name, value in vars(args).items() if isinstance(value, float)]
@@ -125,6 +152,8 @@ class CompiledUpdate:
         changed = self.changed_tensor()
         if not changed:
             try:
+                if self.shortcut and self.shortcut.accepts(*graph_inputs):
+                    return self.shortcut.compiled(*graph_inputs)
                 return self.compiled(*graph_inputs)
             except torch._dynamo.exc.FailOnRecompileLimitHit:
                 changed = self.what_changed(graph_inputs)
@@ -145,7 +174,9 @@ class CompiledUpdate:
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # its warnings repeat the errors
         logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
         try:
-            return self.compiled(*self.to_graph_inputs(inputs))
+            outputs = self.compiled(*self.to_graph_inputs(inputs))
+            self.shortcut = self.find_shortcut()
+            return outputs
         except Exception as error:
             reason = next(
                 (line.strip() for line in str(error).splitlines() if line.strip()),
@@ -225,6 +256,7 @@ class CompiledUpdate:
             return function(*inputs)
 
         torch._dynamo.config.trace_autograd_ops = True
+        torch._dynamo.config.record_runtime_overhead = False  # two more calls, for torch's profiler
         settings = dict(
             dynamic=False,
             recompile_limit=1,
@@ -238,7 +270,13 @@ class CompiledUpdate:
             function = torch.compile(copy_of(function), **settings)
             self.compiled = with_tensors
         else:
-            self.compiled = torch.compile(copy_of(with_tensors), fullgraph=True, **settings)
+            self.whole = copy_of(with_tensors)
+            self.compiled = torch.compile(self.whole, fullgraph=True, **settings)
+
+    def find_shortcut(self):
+        """Return a Shortcut to the function that torch has compiled, None if there are several parts or none."""
+        entries = _debug_get_cache_entry_list(self.whole.__code__) if self.whole else []
+        return Shortcut(self.whole, entries[0]) if len(entries) == 1 else None
 
     def kind(self, x):
         if isinstance(x, type(self.args)):

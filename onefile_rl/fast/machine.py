@@ -116,7 +116,9 @@ def means(metrics):
     columns = {}
     for row in metrics:
         for name, x in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(x))
+            if not isinstance(x, torch.Tensor):
+                x = torch.as_tensor(x)
+            columns.setdefault(name, []).append(x)
     scalars = {
         name: torch.stack(x).double().mean().item()
         for name, x in columns.items()

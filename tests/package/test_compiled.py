@@ -1,0 +1,79 @@
+"""A compiled update is called without the wrapper of torch.compile, and still makes the checks of torch."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn as nn
+from conftest import needs_compiler
+
+from onefile_rl import fast
+
+WAYS = ["halve"]  # read by the update
+
+
+@dataclass
+class Args:
+    rate: float = 0.5
+    device: str = "cpu"
+
+
+def update(agent, optimizer, x, args):
+    """Make a step, and return nothing."""
+    optimizer.zero_grad()
+    loss = args.rate * agent(x).pow(2).mean()
+    if "halve" in WAYS:
+        loss = loss / 2
+    loss.backward()
+    optimizer.step()
+
+
+def make():
+    torch.manual_seed(0)
+    agent = nn.Linear(3, 2)
+    return agent, fast.Adam(agent.parameters(), lr=0.1), torch.randn(5, 3), Args()
+
+
+def fail(*inputs):
+    raise AssertionError("torch's wrapper was called")
+
+
+@needs_compiler
+def test_a_compiled_update_skips_the_wrapper_of_torch_and_makes_its_checks(monkeypatch):
+    inputs = make()
+    expected = make()
+    compiled = fast.CompiledUpdate(update, inputs[-1], insist=True)
+    compiled(*inputs)
+    update(*expected)
+
+    # Later calls do not need the wrapper, and make one step each although the update returns nothing
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "compiled", fail)
+        for rate in (0.5, 2.0):
+            inputs[-1].rate = rate
+            expected[-1].rate = rate
+            compiled(*inputs)
+            update(*expected)
+    torch.testing.assert_close(inputs[0].weight, expected[0].weight)
+
+    # A value that was compiled in has changed
+    monkeypatch.setattr("test_compiled.WAYS", [])
+    with pytest.raises(ValueError, match=r"compiled into the update and different now: .*WAYS"):
+        compiled(*inputs)
+    torch.testing.assert_close(inputs[0].weight, expected[0].weight)
+
+
+@needs_compiler
+def test_an_update_that_torch_has_forgotten_is_compiled_again():
+    inputs = make()
+    expected = make()
+    compiled = fast.CompiledUpdate(update, inputs[-1], insist=True)
+    compiled(*inputs)
+    update(*expected)
+    graph_inputs = compiled.to_graph_inputs(inputs)
+    assert compiled.shortcut.accepts(*graph_inputs)
+    torch._dynamo.reset()
+    assert not compiled.shortcut.accepts(*graph_inputs)
+    compiled(*inputs)
+    update(*expected)
+    torch.testing.assert_close(inputs[0].weight, expected[0].weight)
