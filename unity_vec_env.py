@@ -53,6 +53,9 @@ Waiting: `step_async` sends the actions and `step_wait` waits for the answers; t
 Crashes: a player that crashes or hangs is restarted up to `max_restarts` times in a row.
 `infos["restarted"]` is then True for its slots: their agents are new, and their pending decisions
 never get a reward.
+
+Other libraries: `as_sb3(envs)` is a VecEnv of Stable-Baselines3, and `as_pettingzoo(envs)` a
+ParallelEnv or an AECEnv of PettingZoo.
 """
 
 from contextlib import closing
@@ -62,12 +65,13 @@ from onefile_rl.engines.samplers import parse
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.engines.unity import IMAGE_ORDERS, Player, UnityPlayerError, lists_of_channels
 from onefile_rl.engines.vec_env import EngineVecEnv, demo
+from onefile_rl.engines.views import as_pettingzoo, as_sb3
 
 # After onefile_rl.engines.unity: mlagents_envs can't be imported before it with a current protobuf.
 # isort: split
 from mlagents_envs.side_channel import OutgoingMessage, SideChannel
 
-__all__ = ["OutgoingMessage", "SideChannel", "UnityVecEnv"]
+__all__ = ["OutgoingMessage", "SideChannel", "UnityVecEnv", "as_pettingzoo", "as_sb3"]
 
 
 class UnityVecEnv(EngineVecEnv):

@@ -635,6 +635,22 @@ def aggregate(values):
     return numbers[-1]
 
 
+def describe_ended(infos, slot):
+    """Return the return and length of the episode that has ended in a slot, and whether it was a success if the game
+    reports it."""
+    episode = infos["final_info"]["episode"]
+    described = {"episode": {"r": float(episode["r"][slot]), "l": int(episode["l"][slot])}}
+    if slot in infos.get("is_success", {}):
+        described["is_success"] = infos["is_success"][slot]
+    return described
+
+
+def list_slots(mask):
+    """Return the first slots of a boolean array as text."""
+    slots = np.flatnonzero(mask)
+    return ", ".join(map(str, slots[:5])) + (", ..." if len(slots) > 5 else "")
+
+
 def save_first_images(envs, obs, folder):
     """Write the images of the first slot to a folder as PNGs: the first three channels, or one."""
     if not envs.layout.images:
