@@ -672,7 +672,7 @@ def demo(make_envs, steps, seed, trained=None, images=None):
     exported. `images` is a folder to which an image of each camera is written.
     """
     with closing(make_envs()) as envs:
-        print(f"{envs.behavior}: {envs.num_envs} agents")
+        print(f"{envs.behavior}: {envs.num_envs} agent{'s' if envs.num_envs > 1 else ''}")
         print(f"observations {envs.single_observation_space}")
         print(f"actions {envs.single_action_space}")
         envs.action_space.seed(seed)
@@ -697,5 +697,10 @@ def demo(make_envs, steps, seed, trained=None, images=None):
         mean = f"mean return {np.mean(returns):.2f}" if returns else "no episode ended"
         rate = f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} per second"
         print(f"{rate}; {len(returns)} episodes, {mean}")
+        if decisions == steps * envs.num_envs:
+            print("All agents request a decision in every step")
+        else:
+            share = f"{decisions / steps:.1f} of {envs.num_envs} slots"
+            print(f"Decision periods differ or slots are free: {share} request one per step")
         if trained:
             print(trained.report(envs.layout.input_names))
