@@ -205,9 +205,9 @@ class AECView(View, AECEnv):
         self._actions = default_actions(self.envs, infos)
         for agent in self.agents:
             slot = self.slot_of[agent]
-            if agent in self._left or not infos["closed"][slot]:
+            if agent in self._left:
                 continue
-            self.rewards[agent] += rewards[slot].item()
+            self.rewards[agent] += rewards[slot].item()  # 0 while the decision is pending
             if terminated[slot] or truncated[slot]:
                 self._left.add(agent)
                 self.terminations[agent] = bool(terminated[slot])

@@ -123,6 +123,13 @@ def test_sb3_resets_into_new_episodes():
         np.testing.assert_array_equal(view.reset(), envs.reset()[0])
 
 
+def test_sb3_resets_after_steps_without_a_reset():
+    with closing(as_sb3(short("3DBall"))) as view:
+        first, _ = view._first
+        view.step(np.zeros((12, 2)))
+        assert not np.array_equal(view.reset(), first)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "scene", "policy", "settings"),
     [
