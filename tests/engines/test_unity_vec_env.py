@@ -190,6 +190,9 @@ def test_the_order_of_raw_images_follows_the_package_or_the_option(
     np.testing.assert_array_equal(envs.reset()[0]["Camera"][0], PIXELS)
     out = capsys.readouterr().out
     assert notice in out if notice else "uncompressed" not in out
+    if notice:
+        other = "channels-first" if order == "last" else "channels-last"
+        assert f"--save-images FOLDER; if it is scrambled, give --image-order {other}" in out
 
 
 @pytest.mark.parametrize("option", ["auto", "channels-first"])
