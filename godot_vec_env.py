@@ -25,6 +25,9 @@ Observations are concatenated into one Box. With images, the observation space i
 and the images by name, as uint8 (height, width, channels). Actions are a Box if they are
 continuous, a MultiDiscrete if they are discrete, and a Dict of "continuous" and "discrete" if they
 are both.
+
+`as_sb3(envs)` is a VecEnv of Stable-Baselines3, and `as_pettingzoo(envs)` a ParallelEnv of
+PettingZoo.
 """
 
 import os
@@ -32,6 +35,9 @@ import sys
 
 from onefile_rl.engines.godot import Game, GodotError, find_game
 from onefile_rl.engines.vec_env import EngineVecEnv, demo
+from onefile_rl.engines.views import as_pettingzoo, as_sb3
+
+__all__ = ["GodotVecEnv", "as_pettingzoo", "as_sb3"]
 
 TICKS = 60  # physics ticks per second of game time, as the plugin sets it
 

@@ -53,21 +53,26 @@ Waiting: `step_async` sends the actions and `step_wait` waits for the answers; t
 Crashes: a player that crashes or hangs is restarted up to `max_restarts` times in a row.
 `infos["restarted"]` is then True for its slots: their agents are new, and their pending decisions
 never get a reward.
+
+Other libraries: `as_sb3(envs)` is a VecEnv of Stable-Baselines3, and `as_pettingzoo(envs)` a
+ParallelEnv or an AECEnv of PettingZoo.
 """
 
 from contextlib import closing
+from typing import Literal
 
 from onefile_rl.engines.onnx_policy import parse_others
 from onefile_rl.engines.samplers import parse
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.engines.unity import IMAGE_ORDERS, Player, UnityPlayerError, lists_of_channels
 from onefile_rl.engines.vec_env import EngineVecEnv, demo
+from onefile_rl.engines.views import as_pettingzoo, as_sb3
 
 # After onefile_rl.engines.unity: mlagents_envs can't be imported before it with a current protobuf.
 # isort: split
 from mlagents_envs.side_channel import OutgoingMessage, SideChannel
 
-__all__ = ["OutgoingMessage", "SideChannel", "UnityVecEnv"]
+__all__ = ["OutgoingMessage", "SideChannel", "UnityVecEnv", "as_pettingzoo", "as_sb3"]
 
 
 class UnityVecEnv(EngineVecEnv):
@@ -150,7 +155,7 @@ def main(
     path: str = "Crawler", behavior: str | None = None, num_players: int = 1, max_agents: int | None = None,
     time_scale: float = 20.0, steps: int = 500, seed: int = 0, player_args: tuple[str, ...] = (),
     compare: str | None = None, check: str | None = None, run: str | None = None, others: tuple[str, ...] = (),
-    image_order: str = "auto", save_images: str | None = None,
+    image_order: Literal["auto", "channels-first", "channels-last"] = "auto", save_images: str | None = None,
 ):  # fmt: skip
     """Step a bundled scene or a Unity build with random actions and print the number of decisions per
     second. Or check whether Unity would accept a model for its agents.
@@ -165,12 +170,14 @@ def main(
         seed: seed of the players and of the random actions
         player_args: additional command line arguments of the players
         compare: folder of a run: list the inputs of its policy whose values here are far from those
-        in training
+            in training
         check: an .onnx file: apply the checks that Unity applies when the file is assigned to the
-        agents' Behavior Parameters, against the build at --path or the run at --run
+            agents' Behavior Parameters, against the build at --path or the run at --run
         run: folder of a run, for --check
         others: NAME=FILE.onnx or NAME=runs/NAME: policies that play behaviors that do not act here
-        image_order: auto, channels-first or channels-last: how to read uncompressed images
+        image_order: how to read uncompressed images that are declared with their channels first:
+            channels-first, channels-last, or auto to decide by the version of ML-Agents' package;
+            look at an image with --save-images, and choose another order if it is scrambled
         save_images: folder to write an image of each camera to, as it is read
     """
     try:

@@ -8,6 +8,8 @@ run.py makes all curves of the docs with this program, plots.py draws them.
     python benchmarks/learning.py sb3-sac --env-id HalfCheetah-v5 --seeds 1
     python benchmarks/learning.py sb3-crossq --env-id HalfCheetah-v5 --seeds 1
     python benchmarks/learning.py sb3-tqc --env-id HalfCheetah-v5 --seeds 1
+    python benchmarks/learning.py sb3-ppo --env-id 3DBall --seeds 1 2 3              through as_sb3
+    python benchmarks/learning.py sb3-maskable-ppo --env-id Basic --seeds 1 2 3      through as_sb3
     python benchmarks/learning.py ppo_pixel.py --env-id Reacher-v5 --seeds 1 2 3 --from-pixels --num-workers 2
     python benchmarks/learning.py sb3-ppo-pixel --env-id Reacher-v5 --seeds 1 2 3 --from-pixels
     python benchmarks/learning.py ppo_continuous_multiagent.py --env-id Reacher3Dof-v0 --seeds 1 2 3 4 5 --evaluate 200
@@ -50,6 +52,7 @@ sys.path.insert(0, str(ROOT))
 
 from onefile_rl.cpu_time import CpuClock  # noqa: E402
 from onefile_rl.engines.printing import accept_any_encoding  # noqa: E402
+from onefile_rl.engines.scenes import GODOT_SCENES, SCENES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = (
@@ -289,18 +292,36 @@ PEERS = {
     "sb3-tqc": "sac_continuous",
     "sb3-crossq": "crossq_continuous",
     "sb3-ppo-pixel": "ppo_pixel",
+    "sb3-maskable-ppo": "ppo_discrete_multiagent",
 }
+
+
+def has_continuous_actions(env_id):
+    """Return whether the actions of an env or of a bundled scene are a Box."""
+    import gymnasium as gym
+
+    if env_id in (*SCENES, *GODOT_SCENES):
+        with contextlib.closing(make_scene(env_id)) as envs:
+            return isinstance(envs.single_action_space, gym.spaces.Box)
+    return isinstance(gym.make(env_id).action_space, gym.spaces.Box)
+
+
+def make_scene(env_id, **settings):
+    """Return the vector env of a bundled scene."""
+    from godot_vec_env import GodotVecEnv
+    from unity_vec_env import UnityVecEnv
+
+    return (UnityVecEnv if env_id in SCENES else GodotVecEnv)(env_id, **settings)
 
 
 def peer_settings(what, env_id, more):
     """Return the arguments that our script would have with these options. SB3 does not compile."""
     sys.path.insert(0, str(ROOT))
-    import gymnasium as gym
     import tyro
 
     name = PEERS.get(what)
     if name is None:
-        continuous = isinstance(gym.make(env_id).action_space, gym.spaces.Box)
+        continuous = has_continuous_actions(env_id)
         name = "ppo_continuous_multiagent" if continuous else "ppo_discrete_multiagent"
     script = importlib.import_module(name)
     preset = script.Args(env_id=env_id, **script.PRESETS.get(env_id, {}))
@@ -333,10 +354,24 @@ def make_sb3_off_policy(what, args, seed):
     )
 
 
-def make_sb3_ppo(args, seed, from_images):
-    """Return SB3's PPO with VecNormalize. Our value loss has half the weight of SB3's."""
+def make_sb3_scene(args, seed):
+    """Return a bundled scene as a VecEnv of SB3, with one env per agent."""
+    from unity_vec_env import as_sb3
+
+    settings = dict(seed=seed, num_players=args.num_players, player_args=args.player_args)
+    if args.env_id in SCENES:
+        settings["parameters"] = args.env_parameters
+    return as_sb3(make_scene(args.env_id, **settings))
+
+
+def make_sb3_ppo(args, seed, from_images, masks=False):
+    """Return SB3's PPO, or MaskablePPO of sb3-contrib, with VecNormalize. Our value loss has half the weight of SB3's.
+
+    In a bundled scene, the number of envs is the number of its agents.
+    """
     import gymnasium as gym
     import torch
+    from sb3_contrib import MaskablePPO
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
@@ -357,7 +392,10 @@ def make_sb3_ppo(args, seed, from_images):
             envs = VecFrameStack(envs, stack_size)
         policy_kwargs = None
     else:
-        envs = make_vec_env(args.env_id, args.num_envs, seed=seed)
+        if args.env_id in (*SCENES, *GODOT_SCENES):
+            envs = make_sb3_scene(args, seed)
+        else:
+            envs = make_vec_env(args.env_id, args.num_envs, seed=seed)
         torch.set_num_threads(1)
         activation = {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[args.activation]
         policy_kwargs = dict(net_arch=list(args.hidden_sizes), activation_fn=activation)
@@ -369,12 +407,12 @@ def make_sb3_ppo(args, seed, from_images):
         norm_reward=args.norm_reward,
         gamma=args.gamma,
     )
-    return PPO(
+    return (MaskablePPO if masks else PPO)(
         "CnnPolicy" if from_images else "MlpPolicy",
         envs,
         learning_rate=lambda left: args.learning_rate * (left if args.anneal_lr else 1),
         n_steps=args.num_steps,
-        batch_size=args.num_envs * args.num_steps // args.num_minibatches,
+        batch_size=envs.num_envs * args.num_steps // args.num_minibatches,
         n_epochs=args.update_epochs,
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,
@@ -400,8 +438,9 @@ def run_sb3(what, env_id, seed, more):
         model = make_sb3_off_policy(what, args, seed)
         interval = 1000
     else:
-        model = make_sb3_ppo(args, seed, from_images=what == "sb3-ppo-pixel")
-        interval = args.num_steps * args.num_envs
+        from_images = what == "sb3-ppo-pixel"
+        model = make_sb3_ppo(args, seed, from_images, masks=what == "sb3-maskable-ppo")
+        interval = model.n_steps * model.n_envs
     rows = []
     start = time.time()
     cpu_clock = CpuClock()
@@ -428,6 +467,7 @@ def run_sb3(what, env_id, seed, more):
             return True
 
     model.learn(args.total_timesteps, callback=Log())
+    model.env.close()
     if not rows:
         raise Failed(NO_EPISODE)
     columns = np.array(rows, float).T
@@ -559,8 +599,8 @@ def main():
     )
     parser.add_argument(
         "what",
-        help="a script, a changed copy of one, sb3-ppo, sb3-sac, sb3-crossq, sb3-tqc, "
-        "sb3-ppo-pixel, or plot",
+        help="a script, a changed copy of one, sb3-ppo, sb3-maskable-ppo, sb3-sac, sb3-crossq, "
+        "sb3-tqc, sb3-ppo-pixel, or plot",
     )
     parser.add_argument("--env-id", help="the environment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="the seeds of the runs")

@@ -85,7 +85,7 @@ QUICK = [
     Row(PIXELS, "DummyPixels-v0", ONE, 50_000, "--no-compile"),
 ]
 FULL = [
-    Row(PPO, "3DBall", THREE, 150_000, "--no-compile"),
+    Row(PPO, "3DBall", THREE, 150_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=THREE),
     Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", evaluate=20),
     Row(
         PPO,
@@ -127,7 +127,16 @@ FULL = [
     Row(DISCRETE, "CartPole-v1", THREE, 100_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=THREE),
     Row(DISCRETE, "Acrobot-v1", THREE, 200_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=THREE),
     Row(DISCRETE, "LunarLander-v3", THREE, 1_000_000, "--no-compile", evaluate=100),
-    Row(DISCRETE, "Basic", THREE, 50_000, "--no-compile", evaluate=64),
+    Row(
+        DISCRETE,
+        "Basic",
+        THREE,
+        50_000,
+        "--no-compile",
+        evaluate=64,
+        sb3="sb3-maskable-ppo",
+        sb3_seeds=THREE,
+    ),
     Row(DISCRETE, "PushBlock", THREE, 500_000, "--no-compile", evaluate=96),
     Row(DISCRETE, "GodotRover", ONE, 200_000, "--no-compile", evaluate=200),
     Row(DISCRETE, "CartPoleBlind-v0", THREE, 300_000, f"--no-compile {BLIND}", evaluate=100),

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -224,6 +226,7 @@ def options_of(program, args):
         given = args[0].removesuffix(".py")
         names = {
             "sb3-ppo": SCRIPTS,
+            "sb3-maskable-ppo": ["ppo_discrete_multiagent"],
             "sb3-sac": SCRIPTS,
             "sb3-crossq": SCRIPTS,
             "sb3-tqc": SCRIPTS,
@@ -447,6 +450,39 @@ def test_readme_example_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("transitions complete") == 100
+
+
+def find_godot():
+    names = (os.environ.get("GODOT"), "godot", "godot4")
+    return next((name for name in names if name and shutil.which(name)), None)
+
+
+@pytest.mark.parametrize(
+    ("page", "function", "prints"),
+    [
+        ("unity.md", "as_sb3", "12 agents, return "),
+        ("unity.md", "as_pettingzoo", "returns {'agent_0': "),
+        ("godot.md", "as_sb3", "16 agents, 1024 decisions"),
+    ],
+)
+def test_examples_of_the_views_run(page, function, prints, tmp_path):
+    """Run the examples of as_sb3 and as_pettingzoo unchanged. They are short."""
+    if page == "godot.md" and not find_godot():
+        pytest.skip("needs Godot")
+    blocks = [block for fence, block in Page(ROOT / "docs" / page).code if fence == "python"]
+    (example,) = [block for block in blocks if any(f" {function}\n" in f"{x}\n" for x in block)]
+    assert len([line for line in example if line.strip()]) <= 12
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(example)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert prints in done.stdout
 
 
 def test_readme_has_the_test_command():

@@ -191,7 +191,9 @@ class Link:
         output.package_version = "2.2.1"
         for capability in output.capabilities.DESCRIPTOR.fields:
             setattr(output.capabilities, capability.name, True)
-        self.seed = self._call(hello).rl_initialization_input.seed
+        greeting = self._call(hello).rl_initialization_input
+        self.seed = greeting.seed
+        self.channels_first = expects_channels_first(greeting.package_version)
         self._call(UnityMessageProto())  # the client answers with its first reset
 
     def exchange(self, outbox):
@@ -202,8 +204,10 @@ class Link:
             self.heads = []
             for name, size in scene.sensors:
                 shape = size if isinstance(size, tuple) else (size,)
-                head = image_head if len(shape) == 3 else sensor_head
-                self.heads.append(head(name, shape))
+                if len(shape) == 3:
+                    self.heads.append(image_head(name, shape, self.channels_first))
+                else:
+                    self.heads.append(sensor_head(name, shape))
             brains = output.rl_initialization_output.brain_parameters
             spec = brains.add(brain_name=scene.behavior, is_training=True).action_spec
             spec.num_continuous_actions = scene.continuous
@@ -283,11 +287,25 @@ def sensor_head(name, shape):
     )
 
 
-def image_head(name, shape):
+def expects_channels_first(client_version):
+    """Return whether a client of this version of mlagents-envs wants images declared as (channels, height, width).
+
+    Clients since 1.0 refuse the other order, and older ones refuse this order. A Unity build has the order of its
+    package; this player adapts to its client.
+    """
+    major = client_version.split(".")[0]
+    return major.isdecimal() and int(major) >= 1
+
+
+def image_head(name, shape, channels_first=False):
     """Return the message of an agent with nothing but this image, to which a PNG is added."""
     info = UnityMessageProto().unity_output.rl_output.agentInfos[""].value.add()
+    properties = (2, 2, 1)  # translational equivariance in height and width
+    if channels_first:
+        shape = (shape[2], shape[0], shape[1])
+        properties = (1, 2, 2)
     info.observations.add(
-        name=name, shape=shape, dimension_properties=(2, 2, 1), compression_type=1
+        name=name, shape=shape, dimension_properties=properties, compression_type=1
     )
     return info
 

@@ -6,11 +6,23 @@ the view sends actions of 0 for it, or the first ones that are allowed, and does
 the episode of the view is over.
 
 infos["agent_i"]["action_mask"] has the allowed options of each discrete action, as `sample` of the action space takes
-them: a tuple of int8 arrays.
+them: a tuple of int8 arrays, and with continuous actions beside them a dict of None and this tuple. When an episode
+ends, the info has "episode" with the return "r" and the length "l", and "is_success" if the game reports it.
 """
 
 import numpy as np
 from pettingzoo import AECEnv, ParallelEnv
+
+from onefile_rl.engines.vec_env import describe_ended, list_slots
+
+
+def decide_together(envs):
+    """Return whether all agents request a decision at the start and after one step."""
+    _, infos = envs.reset()
+    if not infos["ready"].all():
+        return False
+    *_, infos = envs.step(default_actions(envs, infos))
+    return bool(infos["ready"].all())
 
 
 def default_actions(envs, infos):
@@ -26,7 +38,7 @@ def default_actions(envs, infos):
 
 
 class View:
-    """What both views share: names, spaces, and the last return values of `envs`."""
+    """What both views share: names, spaces, and single rows of the arrays of `envs`."""
 
     metadata = {"name": "engine_view_v0", "render_modes": []}
     render_mode = None
@@ -34,6 +46,7 @@ class View:
     def __init__(self, envs):
         self.envs = envs
         self.possible_agents = [f"agent_{slot}" for slot in range(envs.num_envs)]
+        self.slot_of = {agent: slot for slot, agent in enumerate(self.possible_agents)}
         self.agents = []
 
     def observation_space(self, agent):
@@ -45,16 +58,18 @@ class View:
     def close(self):
         self.envs.close()
 
-    def _slot(self, agent):
-        return int(agent.removeprefix("agent_"))
-
-    def _set(self, actions, slot, action):
+    def _set(self, actions, agent, action):
         """Enter the action of one agent into the actions of all slots."""
-        if isinstance(actions, dict):
-            for kind, array in actions.items():
-                array[slot] = action[kind]
-        else:
-            actions[slot] = action
+        if not isinstance(actions, dict):
+            actions = {"": actions}
+            action = {"": action}
+        for kind, array in actions.items():
+            row = np.asarray(action[kind])
+            if row.shape != array.shape[1:]:
+                raise ValueError(
+                    f"as_pettingzoo: the action of {agent} is {row}, not an array of shape {array.shape[1:]}"
+                )
+            array[self.slot_of[agent]] = row
 
     def _obs_of(self, obs, slot):
         if isinstance(obs, dict):
@@ -66,15 +81,17 @@ class View:
         if not branches:
             return {}
         mask = infos["action_mask"][slot].astype(np.int8)
-        return {"action_mask": tuple(np.split(mask, np.cumsum(branches)[:-1]))}
+        mask = tuple(np.split(mask, np.cumsum(branches)[:-1]))
+        if self.envs.layout.continuous:
+            mask = {"continuous": None, "discrete": mask}
+        return {"action_mask": mask}
 
     def _check_restarted(self, infos):
         if "restarted" in infos:
-            slots = np.flatnonzero(infos["restarted"]).tolist()
-            lost = f"the last actions of the agents {slots[:5]} have no reward"
-            raise self.envs.Error(
-                f"as_pettingzoo: a player was restarted, and {lost}: reset the env"
-            )
+            slots = list_slots(infos["restarted"])
+            lost = f"the last actions of the agents {slots} have no reward"
+            fix = "reset the env to continue"
+            raise self.envs.Error(f"as_pettingzoo: a player was restarted, and {lost}: {fix}")
 
 
 class ParallelView(View, ParallelEnv):
@@ -86,43 +103,51 @@ class ParallelView(View, ParallelEnv):
     def reset(self, seed=None, options=None):
         obs, self._infos = self.envs.reset(seed=seed)
         self.agents = list(self.possible_agents)
-        self._check_ready(self._infos)
-        return self._by_agent(obs, self._infos)
+        self._check_ready()
+        return self._by_agent(obs)
 
     def step(self, actions):
         if set(actions) != set(self.agents):
-            raise ValueError(f"actions of {sorted(actions)}, not of the agents {self.agents}")
+            there = ", ".join(self.agents) or "none: reset the env"
+            raise ValueError(
+                f"as_pettingzoo: actions of {', '.join(actions)}; the agents are {there}"
+            )
+        if not self.agents:
+            return {}, {}, {}, {}, {}
         rows = default_actions(self.envs, self._infos)
         for agent, action in actions.items():
-            self._set(rows, self._slot(agent), action)
+            self._set(rows, agent, action)
         obs, rewards, terminated, truncated, self._infos = self.envs.step(rows)
         self._check_restarted(self._infos)
 
         acted = self.agents
         done = terminated | truncated
-        self.agents = [agent for agent in acted if not done[self._slot(agent)]]
-        self._check_ready(self._infos)
-        observations, infos = self._by_agent(obs, self._infos)
-        by_agent = lambda array: {agent: array[self._slot(agent)].item() for agent in acted}
+        self.agents = [agent for agent in acted if not done[self.slot_of[agent]]]
+        self._check_ready()
+        observations, infos = self._by_agent(obs)
         for agent in acted:
-            slot = self._slot(agent)
+            slot = self.slot_of[agent]
             if done[slot]:
                 observations[agent] = self._infos["final_obs"][slot]
-                infos[agent] = {}
+                infos[agent] = describe_ended(self._infos, slot)
+        by_agent = lambda array: {agent: array[self.slot_of[agent]].item() for agent in acted}
         return observations, by_agent(rewards), by_agent(terminated), by_agent(truncated), infos
 
-    def _by_agent(self, obs, infos):
-        slots = {agent: self._slot(agent) for agent in self.agents}
+    def _by_agent(self, obs):
+        """Return the observations and the infos of the agents that have not left."""
+        slots = {agent: self.slot_of[agent] for agent in self.agents}
         return (
             {agent: self._obs_of(obs, slot) for agent, slot in slots.items()},
-            {agent: self._info_of(infos, slot) for agent, slot in slots.items()},
+            {agent: self._info_of(self._infos, slot) for agent, slot in slots.items()},
         )
 
-    def _check_ready(self, infos):
-        missing = [agent for agent in self.agents if not infos["ready"][self._slot(agent)]]
-        if missing:
-            what = f"{', '.join(missing[:5])} request no decision in this step"
-            why = "decision periods differ, or there are more slots than agents"
+    def _check_ready(self):
+        missing = np.zeros(self.envs.num_envs, bool)
+        missing[[self.slot_of[agent] for agent in self.agents]] = True
+        missing &= ~self._infos["ready"]
+        if missing.any():
+            what = f"the agents {list_slots(missing)} request no decision in this step"
+            why = "decision periods differ, agents pause, or there are more slots than agents"
             fix = "use as_pettingzoo(envs, parallel=False)"
             raise ValueError(f"as_pettingzoo: {what}: {why}. A ParallelEnv needs all: {fix}")
 
@@ -146,7 +171,7 @@ class AECView(View, AECEnv):
         self._left = set()  # agents whose episode has ended
         self._skip_agent_selection = None
         self._actions = default_actions(self.envs, self._game_infos)
-        self._requesting = []
+        self._requesting = []  # agents whose turn is still to come before the game continues
         self._take_requests(obs)
         self.agent_selection = self._requesting[0]
 
@@ -154,11 +179,13 @@ class AECView(View, AECEnv):
         return self._observations[agent]
 
     def step(self, action):
+        if not self.agents:
+            raise ValueError("as_pettingzoo: there are no agents: reset the env")
         agent = self.agent_selection
         if self.terminations[agent] or self.truncations[agent]:
             self._was_dead_step(action)
             return
-        self._set(self._actions, self._slot(agent), action)
+        self._set(self._actions, agent, action)
         self._cumulative_rewards[agent] = 0
         self._clear_rewards()
         self._requesting.remove(agent)
@@ -177,16 +204,16 @@ class AECView(View, AECEnv):
         self._game_infos = infos
         self._actions = default_actions(self.envs, infos)
         for agent in self.agents:
-            slot = self._slot(agent)
-            if agent in self._left or not infos["closed"][slot]:
+            slot = self.slot_of[agent]
+            if agent in self._left:
                 continue
-            self.rewards[agent] += rewards[slot].item()
+            self.rewards[agent] += rewards[slot].item()  # 0 while the decision is pending
             if terminated[slot] or truncated[slot]:
                 self._left.add(agent)
                 self.terminations[agent] = bool(terminated[slot])
                 self.truncations[agent] = bool(truncated[slot])
                 self._observations[agent] = infos["final_obs"][slot]
-                self.infos[agent] = {}
+                self.infos[agent] = describe_ended(infos, slot)
         self._take_requests(obs)
 
     def _take_requests(self, obs):

@@ -1,13 +1,14 @@
 """UnityVecEnv and GodotVecEnv as a VecEnv of Stable-Baselines3: one env per agent."""
 
 import time
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-INSTEAD = "use the env itself with infos['ready'], or as_pettingzoo"
+from onefile_rl.engines.vec_env import describe_ended, list_slots
 
 
 class SB3View(VecEnv):
@@ -23,59 +24,57 @@ class SB3View(VecEnv):
 
     def __init__(self, envs):
         if isinstance(envs.single_action_space, gym.spaces.Dict):
-            kinds = "continuous and discrete actions together"
-            raise ValueError(f"as_sb3: the agents have {kinds}, which SB3 does not support")
+            what = "the agents have continuous and discrete actions together"
+            raise ValueError(f"as_sb3: {what}, which SB3 does not support: use as_pettingzoo")
         self.envs = envs
         self.started = time.time()
-        self.masks = None
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        # The first reset returns these observations. They are taken here so that agents that don't fit are refused
+        # before a model is made.
+        self._first = envs.reset()
+        self._check_ready(self._first[1])
 
     def reset(self):
         if any(self._options):
-            raise ValueError("as_sb3: a game has no options for its reset")
-        obs, infos = self.envs.reset()
+            raise ValueError("as_sb3: set_options: the reset of a game has no options")
+        obs, infos = self._first or self.envs.reset()
+        self._first = None
         self._check_ready(infos)
-        self.reset_infos = [{} for _ in range(self.num_envs)]
         return obs
 
     def step_async(self, actions):
+        self._first = None
         self.envs.step_async(actions)
 
     def step_wait(self):
         obs, rewards, terminated, truncated, infos = self.envs.step_wait()
-        if "restarted" in infos:
-            slots = np.flatnonzero(infos["restarted"])
-            lost = f"the last actions of the agents {describe(slots)} have no reward"
-            fix = "save checkpoints, and start again with a new env"
-            raise self.envs.Error(f"as_sb3: a player was restarted, and {lost}: {fix}")
+        self._check_restarted(infos)
         self._check_ready(infos)
         rows = [{"TimeLimit.truncated": bool(cut)} for cut in truncated]
         done = terminated | truncated
         for slot in np.flatnonzero(done):
-            episode = infos["final_info"]["episode"]
-            seconds = round(time.time() - self.started, 6)
             rows[slot]["terminal_observation"] = infos["final_obs"][slot]
-            rows[slot]["episode"] = {
-                "r": float(episode["r"][slot]),
-                "l": int(episode["l"][slot]),
-                "t": seconds,
-            }
-            if slot in infos.get("is_success", {}):
-                rows[slot]["is_success"] = infos["is_success"][slot]
+            rows[slot] |= describe_ended(infos, slot)
+            rows[slot]["episode"]["t"] = round(time.time() - self.started, 6)
         return obs, rewards.astype(np.float32), done, rows
 
+    def _check_restarted(self, infos):
+        if "restarted" not in infos:
+            return
+        slots = list_slots(infos["restarted"])
+        lost = f"a player was restarted, and the last actions of the agents {slots} have no reward"
+        fix = "call reset to continue; SB3's learn does so unless reset_num_timesteps=False"
+        raise self.envs.Error(f"as_sb3: {lost}: {fix}")
+
     def _check_ready(self, infos):
-        """Raise an error unless all agents request a decision, which also completes all transitions."""
+        """Raise an error unless all agents request a decision. If they do, all transitions are complete."""
         ready = infos["ready"]
         if not ready.all():
-            what = f"the agents {describe(np.flatnonzero(~ready))} request no decision in this step"
-            why = "their decision periods differ, or there are more slots than agents"
-            raise ValueError(f"as_sb3: {what}: {why}. SB3 steps all agents together: {INSTEAD}")
+            what = f"the agents {list_slots(~ready)} request no decision in this step"
+            why = "decision periods differ, agents pause, or there are more slots than agents"
+            fix = "use infos['ready'] of the env itself, or as_pettingzoo"
+            raise ValueError(f"as_sb3: {what}: {why}. SB3 steps all agents together: {fix}")
         self.masks = infos.get("action_mask")
-
-    def action_masks(self):
-        """Return the allowed actions of all agents, one row per agent, the branches side by side."""
-        return self.masks
 
     def close(self):
         self.envs.close()
@@ -83,32 +82,35 @@ class SB3View(VecEnv):
     def seed(self, seed=None):
         if seed is not None and seed != self.envs.seed:
             fix = f"give {type(self.envs).__name__}(..., seed={seed})"
-            raise ValueError(f"seed {seed}: a game gets its seed at the start: {fix}")
+            raise ValueError(f"as_sb3: seed {seed}: a game gets its seed when it starts: {fix}")
         return [self.envs.seed] * self.num_envs
 
     # Attributes and methods of single envs, as SB3 asks for them
 
     def get_attr(self, attr_name, indices=None):
-        count = len(list(self._get_indices(indices)))
+        slots = list(self._get_indices(indices))
         if attr_name == "action_masks":
-            if not self.envs.layout.branches:
-                raise AttributeError("agents with continuous actions have no action_masks")
-            return [self.action_masks] * count
-        return [getattr(self.envs, attr_name)] * count
+            self._check_masks()
+            return [partial(self._mask_of, slot) for slot in slots]
+        return [getattr(self.envs, attr_name)] * len(slots)
 
     def set_attr(self, attr_name, value, indices=None):
-        raise AttributeError(f"{attr_name}: the agents of a game have no attributes here")
+        raise AttributeError(f"as_sb3: {attr_name}: the agents of a game have no attributes to set")
 
     def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
-        if method_name != "action_masks" or not self.envs.layout.branches:
-            raise AttributeError(f"{method_name}: the agents of a game have no such method here")
-        return [self.masks[slot] for slot in self._get_indices(indices)]
+        if method_name != "action_masks":
+            raise AttributeError(f"as_sb3: {method_name}: the agents of a game have no such method")
+        self._check_masks()
+        return [self._mask_of(slot) for slot in self._get_indices(indices)]
 
     def env_is_wrapped(self, wrapper_class, indices=None):
         # The infos of ended episodes are Monitor's, and evaluate_policy() looks for them if this is True.
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
+    def _check_masks(self):
+        if not self.envs.layout.branches:
+            raise AttributeError("as_sb3: agents with continuous actions have no action_masks")
 
-def describe(slots):
-    """Return the first slots as text."""
-    return ", ".join(map(str, slots[:5])) + (", ..." if len(slots) > 5 else "")
+    def _mask_of(self, slot):
+        """Return the allowed actions of an agent, the options of all branches side by side."""
+        return self.masks[slot]

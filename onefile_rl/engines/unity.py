@@ -271,15 +271,16 @@ class Player(Process):
     def _announce_image_order(self, names, declared):
         images = f"{', '.join(names)}: uncompressed images of ML-Agents' package"
         version = self.package_version or "of an unknown version"
-        if not declared:
+        look = "Look at one with python unity_vec_env.py --path BUILD --save-images FOLDER"
+        if declared:
+            order = "are read as (channels, height, width), but some versions send another order"
+            other = "channels-last"
+        else:
             order = (
                 "are read as (height, width, channels), the order in which this version sends them"
             )
-            self.announce("image order", f"{images} {version} {order}")
-            return
-        order = "are read as (channels, height, width), but some versions send another order"
-        look = "Look at one with python unity_vec_env.py --save-images FOLDER"
-        fix = "if it is scrambled, give --image-order channels-last or set Compression to PNG in Unity"
+            other = "channels-first"
+        fix = f"if it is scrambled, give --image-order {other} or set Compression to PNG in Unity"
         self.announce("image order", f"{images} {version} {order}. {look}; {fix}")
 
     def _check_others(self):

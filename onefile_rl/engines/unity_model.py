@@ -113,6 +113,8 @@ class Model:
     def __init__(self, path):
         import onnx
 
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is not an ONNX model: there is no such file")
         try:
             model = onnx.load(path, load_external_data=False)
             graph = model.graph

@@ -635,6 +635,22 @@ def aggregate(values):
     return numbers[-1]
 
 
+def describe_ended(infos, slot):
+    """Return the return and length of the episode that has ended in a slot, and whether it was a success if the game
+    reports it."""
+    episode = infos["final_info"]["episode"]
+    described = {"episode": {"r": float(episode["r"][slot]), "l": int(episode["l"][slot])}}
+    if slot in infos.get("is_success", {}):
+        described["is_success"] = infos["is_success"][slot]
+    return described
+
+
+def list_slots(mask):
+    """Return the first slots of a boolean array as text."""
+    slots = np.flatnonzero(mask)
+    return ", ".join(map(str, slots[:5])) + (", ..." if len(slots) > 5 else "")
+
+
 def save_first_images(envs, obs, folder):
     """Write the images of the first slot to a folder as PNGs: the first three channels, or one."""
     if not envs.layout.images:
@@ -656,7 +672,7 @@ def demo(make_envs, steps, seed, trained=None, images=None):
     exported. `images` is a folder to which an image of each camera is written.
     """
     with closing(make_envs()) as envs:
-        print(f"{envs.behavior}: {envs.num_envs} agents")
+        print(f"{envs.behavior}: {envs.num_envs} agent{'s' if envs.num_envs > 1 else ''}")
         print(f"observations {envs.single_observation_space}")
         print(f"actions {envs.single_action_space}")
         envs.action_space.seed(seed)
@@ -681,5 +697,10 @@ def demo(make_envs, steps, seed, trained=None, images=None):
         mean = f"mean return {np.mean(returns):.2f}" if returns else "no episode ended"
         rate = f"{decisions} decisions in {seconds:.1f} s: {decisions / seconds:.0f} per second"
         print(f"{rate}; {len(returns)} episodes, {mean}")
+        if decisions == steps * envs.num_envs:
+            print("All agents request a decision in every step")
+        else:
+            share = f"{decisions / steps:.1f} of {envs.num_envs} slots"
+            print(f"Decision periods differ or slots are free: {share} request one per step")
         if trained:
             print(trained.report(envs.layout.input_names))

@@ -1,12 +1,12 @@
-"""UnityVecEnv and GodotVecEnv in the interfaces of other libraries.
+"""UnityVecEnv and GodotVecEnv in the interfaces of Stable-Baselines3 and PettingZoo.
 
-    from onefile_rl.engines.views import as_pettingzoo, as_sb3
+    from unity_vec_env import UnityVecEnv, as_pettingzoo, as_sb3     or from godot_vec_env
 
-    model = PPO("MlpPolicy", as_sb3(UnityVecEnv("3DBall")))     Stable-Baselines3
-    env = as_pettingzoo(UnityVecEnv("3DBall"))                  PettingZoo
+    model = PPO("MlpPolicy", as_sb3(UnityVecEnv("3DBall")))
+    env = as_pettingzoo(UnityVecEnv("3DBall"))
 
-A view adds no transitions and hides none. Where an interface can't express what the agents do, it is refused with the
-reason. The libraries are imported only when their view is made.
+A view adds no transitions and hides none. Where an interface can't express what the agents do, the view raises an error
+that says why. The libraries are imported when a view is made, so that the helpers do not need them.
 """
 
 
@@ -15,8 +15,10 @@ def as_sb3(envs):
 
     All agents must request a decision in every step. See sb3_view.SB3View.
     """
-    from onefile_rl.engines.sb3_view import SB3View
-
+    try:
+        from onefile_rl.engines.sb3_view import SB3View
+    except ModuleNotFoundError as error:
+        raise missing(error, "as_sb3", "stable-baselines3") from None
     return SB3View(envs)
 
 
@@ -25,21 +27,19 @@ def as_pettingzoo(envs, parallel=None):
 
     parallel: True for a ParallelEnv, in which all agents act in every step, and False for an AECEnv, in which an agent
     acts when it requests a decision. By default one step with actions of 0 finds out which of them fits; the episodes
-    start again with the first reset.
+    start again with the first reset. See pettingzoo_view.ParallelView and AECView.
     """
-    from onefile_rl.engines.pettingzoo_view import AECView, ParallelView
-
+    try:
+        from onefile_rl.engines.pettingzoo_view import AECView, ParallelView, decide_together
+    except ModuleNotFoundError as error:
+        raise missing(error, "as_pettingzoo", "pettingzoo") from None
     if parallel is None:
         parallel = decide_together(envs)
     return ParallelView(envs) if parallel else AECView(envs)
 
 
-def decide_together(envs):
-    """Return whether all agents request a decision at the start and after one step."""
-    from onefile_rl.engines.pettingzoo_view import default_actions
-
-    _, infos = envs.reset()
-    if not infos["ready"].all():
-        return False
-    *_, infos = envs.step(default_actions(envs, infos))
-    return bool(infos["ready"].all())
+def missing(error, function, package):
+    """Return the error of a missing package with the command that installs it."""
+    if error.name.split(".")[0] != package.replace("-", "_"):
+        return error
+    return ModuleNotFoundError(f"{function} needs {package}: pip install {package}")

@@ -189,6 +189,7 @@ def test_all_rows_have_existing_scripts_and_algorithms():
         assert (ROOT / row.script).is_file() and row.sb3 in (
             "",
             "sb3-ppo",
+            "sb3-maskable-ppo",
             "sb3-sac",
             "sb3-crossq",
             "sb3-ppo-pixel",
@@ -352,6 +353,25 @@ def test_cpu_seconds_of_sb3_are_saved(tmp_path):
     learning.write_csv(tmp_path / "x.csv", curve)
     assert list(curve) == ["decisions", "return", "length", "seconds", "cpu_seconds"]
     assert 0 < curve["cpu_seconds"][0] < curve["cpu_seconds"][-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "scene", "agents"), [("sb3-ppo", "3DBall", 12), ("sb3-maskable-ppo", "Basic", 16)]
+)
+def test_sb3_learns_bundled_scenes_with_one_env_per_agent(what, scene, agents):
+    more = ["--total-timesteps", str(agents * 64), "--num-steps", "32", "--num-minibatches", "2"]
+    curve = learning.run_sb3(what, scene, 5, more)
+    assert list(curve["decisions"]) == [agents * 32, agents * 64]
+
+
+def test_a_client_that_fails_is_reported():
+    """benchmarks/stock_client.py: this Python's protobuf is too new for the client."""
+    command = [sys.executable, ROOT / "benchmarks" / "stock_client.py", "--scenes", "Basic"]
+    out = subprocess.run(
+        [*command, "--python", sys.executable], capture_output=True, text=True, timeout=120
+    )
+    assert out.returncode == 1, out.stderr
+    assert out.stdout.startswith("Basic           FAILED: ") and "0 of 1 scenes agree" in out.stdout
 
 
 def test_old_curves_without_seconds_are_drawn(tmp_path, capsys):

@@ -22,7 +22,7 @@ from test_hostile import assert_ends
 import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
-from godot_vec_env import GodotVecEnv
+from godot_vec_env import GodotVecEnv, as_pettingzoo, as_sb3
 from onefile_rl.engines import godot, process, vec_env
 from onefile_rl.engines.godot import GodotError, GodotGone
 from onefile_rl.engines.scenes import EngineError
@@ -1156,3 +1156,31 @@ def test_the_demo_names_its_own_option_for_a_policy(tmp_path):
     command = [sys.executable, "godot_vec_env.py", "--path", fake.path]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert "several policies, choose one with --policy: cat, mouse" in out.stderr
+
+
+def ended_step():
+    """Agent 0 ends at a time limit with a success, agent 1 continues."""
+    ended = {"terminal_observation": {"obs": [7, 8]}, "TimeLimit.truncated": True}
+    infos = [ended | {"is_success": True}, {}]
+    return step([0, 0], [1, 1], reward=[2.0, 3.0], done=[True, False], infos=infos)
+
+
+def test_sb3_view_of_a_game(play):
+    envs, _ = play(launch(ended_step()))
+    view = as_sb3(envs)
+    np.testing.assert_array_equal(view.reset(), [[0, 0], [1, 0]])
+    obs, rewards, done, (first, second) = view.step(np.zeros((2, 2)))
+    assert rewards.tolist() == [2, 3] and done.tolist() == [True, False]
+    assert first["terminal_observation"].tolist() == [7, 8] and obs[0].tolist() == [0, 0]
+    assert first["TimeLimit.truncated"] is True and first["is_success"] is True
+    assert first["episode"]["r"] == 2 and second == {"TimeLimit.truncated": False}
+
+
+def test_pettingzoo_view_of_a_game(play):
+    envs, _ = play(launch(ended_step()))
+    view = as_pettingzoo(envs, parallel=True)
+    view.reset()
+    obs, rewards, _, truncated, infos = view.step({a: np.zeros(2) for a in view.agents})
+    assert obs["agent_0"].tolist() == [7, 8] and rewards == {"agent_0": 2, "agent_1": 3}
+    assert truncated == {"agent_0": True, "agent_1": False} and view.agents == ["agent_1"]
+    assert infos["agent_0"] == {"episode": {"r": 2, "l": 1}, "is_success": True}

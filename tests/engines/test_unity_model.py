@@ -336,7 +336,7 @@ def test_command_refuses_bad_input_in_one_line(tmp_path):
 
     refused("it is for --check", run="runs/x")
     refused("no checkpoint of a run found", check=str(path), run=str(tmp_path))
-    refused("is not an ONNX model", check=str(tmp_path / "nothing.onnx"))
+    refused("is not an ONNX model: there is no such file", check=str(tmp_path / "nothing.onnx"))
     (tmp_path / "text.onnx").write_text("text")
     refused("is not an ONNX model", check=str(tmp_path / "text.onnx"))
     for spec in ({"inputs": ["obs"]}, {"sensors": "x"}, {"sensors": ["Eye"], "branches": [2]}):

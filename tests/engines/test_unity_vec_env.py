@@ -190,6 +190,9 @@ def test_the_order_of_raw_images_follows_the_package_or_the_option(
     np.testing.assert_array_equal(envs.reset()[0]["Camera"][0], PIXELS)
     out = capsys.readouterr().out
     assert notice in out if notice else "uncompressed" not in out
+    if notice:
+        other = "channels-first" if order == "last" else "channels-last"
+        assert f"--save-images FOLDER; if it is scrambled, give --image-order {other}" in out
 
 
 @pytest.mark.parametrize("option", ["auto", "channels-first"])
@@ -582,3 +585,30 @@ def test_editor_is_waited_for(scripted, capsys):
     scripted([request(0)])
     assert "Waiting for Play in the Unity editor" in capsys.readouterr().out
     refuses("has not connected", "editor", base_port=free_port(), timeout=0.2)
+
+
+def test_help_describes_every_option():
+    """Also how to find out the order of uncompressed images."""
+    command = [sys.executable, "unity_vec_env.py", "--help"]
+    environment = os.environ | {"COLUMNS": "1000"}
+    out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    text = " ".join(out.stdout.replace("│", " ").split())
+    assert "look at an image with --save-images, and choose another order if it is" in text
+    assert "--run {None}|STR folder of a run, for --check" in text
+    assert "Args:" not in text
+
+
+@pytest.mark.parametrize(
+    ("scene", "lines"),
+    [
+        ("Basic", ["Basic?team=0: 1 agent", "All agents request a decision in every step"]),
+        ("MixedHybrid", ["Decision periods differ or slots are free: "]),
+    ],
+)
+def test_the_program_says_who_decides_when(scene, lines, capsys):
+    from unity_vec_env import main
+
+    main(scene, steps=20, max_agents=None if scene == "Basic" else 16)
+    printed = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert any(text.startswith(line) for text in printed), printed

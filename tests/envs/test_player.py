@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from envs.unity_scenes.player import Academy
+from envs.unity_scenes.player import Academy, expects_channels_first
 from onefile_rl.engines.scenes import SCENES
 from unity_vec_env import UnityVecEnv
 
@@ -357,3 +357,21 @@ def test_unknown_player_argument_is_refused():
     command = [sys.executable, "envs/unity_scenes/player.py", "--scene", "Mixed", "--agent", "3"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 2 and "--agent" in out.stderr
+
+
+@pytest.mark.parametrize(("version", "first"), [("0.28.0", False), ("1.1.0", True)])
+def test_images_have_the_declared_order_of_the_client(version, first, monkeypatch):
+    """mlagents-envs 1.0 and later refuse an image that is not declared as (channels, height, width)."""
+    with closing(UnityVecEnv("GridWorld")) as envs:
+        expected, _ = envs.reset()
+    monkeypatch.setattr("onefile_rl.engines.unity.mlagents_envs.__version__", version)
+    with closing(UnityVecEnv("GridWorld")) as envs:
+        obs, _ = envs.reset()
+        ((_, _, shape, channels_first),) = envs.layout.image_sensors
+    assert shape == (64, 84, 3) and channels_first == first
+    np.testing.assert_array_equal(obs["CameraSensor"], expected["CameraSensor"])
+
+
+def test_a_client_of_an_unknown_version_gets_the_old_order():
+    assert not any(map(expects_channels_first, ("", "0.30.0", "dev")))
+    assert all(map(expects_channels_first, ("1.0.0", "1.1.0.dev0", "2.0")))
