@@ -94,7 +94,8 @@ def join(space, continuous, choices):
     rest = continuous if isinstance(space, gym.spaces.Box) else choices
     values = np.array([*itertools.islice(rest, math.prod(space.shape))]).reshape(space.shape)
     if isinstance(space, gym.spaces.MultiDiscrete):
-        values = values + space.start
-    elif space.dtype.kind in "iu":
+        return (values + space.start).astype(space.dtype)
+    if space.dtype.kind in "iu":
         values = np.rint(values)
-    return values.astype(space.dtype)
+    # Bounds in single precision may be a little beyond those of the space
+    return np.asarray(np.clip(values.astype(np.float64), space.low, space.high), space.dtype)
