@@ -1,5 +1,6 @@
 """Measure the speed of ppo_discrete_multiagent.py and ppo_lstm_multiagent.py, and of SB3's PPO and
-sb3-contrib's RecurrentPPO with the same hyperparameters.
+sb3-contrib's RecurrentPPO with the same hyperparameters; and of ppo_hybrid_multiagent.py beside
+ppo_discrete_multiagent.py.
 
     python benchmarks/discrete_speed.py                  about ten minutes
     python benchmarks/discrete_speed.py --rounds 1       about four minutes
@@ -9,6 +10,10 @@ CartPole-v1 and CartPoleBlind-v0 with 8 envs and the batches of the presets. The
 are an LSTM of size 64 without other layers, with sequences as long as a rollout, as in
 RecurrentPPO. The time for compiling is not included, nor is one iteration of SB3 at the start.
 Basic runs with its preset.
+
+The hybrid script is compared with the discrete one in steps per CPU second, in an env that costs
+nearly nothing, with the same batches and networks with six outputs: two branches of three choices,
+or three continuous actions and one branch.
 """
 
 import argparse
@@ -17,6 +22,7 @@ from statistics import median
 from ppo_speed import ours, python, turns
 
 DISCRETE = "ppo_discrete_multiagent.py"
+HYBRID = "ppo_hybrid_multiagent.py"
 LSTM = "ppo_lstm_multiagent.py"
 SB3 = """
 import sys, time
@@ -41,6 +47,41 @@ start = time.time()
 model.learn(steps)
 print(steps / (time.time() - start))
 """
+
+SAME = """
+import importlib, sys, time
+import gymnasium as gym
+import numpy as np
+
+class Same(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+
+    def __init__(self, hybrid):
+        self.action_space = gym.spaces.MultiDiscrete([3, 3])
+        if hybrid:
+            parts = [gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3)]
+            self.action_space = gym.spaces.Tuple(parts)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(4, np.float32), {}
+
+    def step(self, action):
+        return np.ones(4, np.float32), 1.0, False, False, {}
+
+gym.register("Same-v0", Same, max_episode_steps=200)
+script = importlib.import_module(sys.argv[1])
+settings = dict(num_envs=8, num_steps=128, num_minibatches=8, total_timesteps=51_200, compile=False)
+kind = {"hybrid": "hybrid" in sys.argv[1]}
+start = time.process_time()
+script.train(script.Args(env_id="Same-v0", env_kwargs=kind, **settings))
+print("speed", 51_200 / (time.process_time() - start))
+"""
+
+
+def same(script):
+    """Return the steps per CPU second of a script in the env Same."""
+    return float(python("-c", SAME, script.removesuffix(".py")).split()[-1])
 
 
 def main():
@@ -70,6 +111,7 @@ def main():
     basic = ["--env-id", "Basic", "--total-timesteps", 200_000]
     speed = median(ours(DISCRETE, *basic)[0] for _ in range(args.rounds))
     print(f"Basic: {speed:.0f} decisions/s, median (at least 5000 wanted)", flush=True)
+    turns("hybrid beside discrete", args.rounds, lambda: same(HYBRID), lambda: same(DISCRETE), 0.9)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ TARGETS = {
     "Basic.lbc": (0.93, "ML-Agents' benchmark"),
     "PushBlock": (4.5, "ML-Agents' benchmark"),
     "Hallway": (0.7, "ML-Agents' benchmark"),
+    "FoodCollector": (10, "ML-Agents' benchmark"),
     "GodotDiscs": (1.7, "solved"),
     "GodotDiscs.sac": (1.7, "solved"),
     "GodotRover": (1.7, "solved"),
@@ -67,6 +68,7 @@ GOALS = {
     "InvertedPendulum-v5": ("return", 950, 1),
     "Basic": ("return", 0.925, 1),
     "PushBlock": ("return", 4.5, 24),  # the successful episodes are short and end first
+    "FoodCollector": ("return", 10, 5),  # not all agents end in an iteration
     "GridWorld": ("return", 0.8, 1),
     "GodotDiscs": ("return", 1.7, 1),
     "GodotRover": ("return", 1.7, 1),

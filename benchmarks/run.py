@@ -32,6 +32,7 @@ import learning
 
 PPO = "ppo_continuous_multiagent.py"
 DISCRETE = "ppo_discrete_multiagent.py"
+HYBRID = "ppo_hybrid_multiagent.py"
 LSTM = "ppo_lstm_multiagent.py"
 SAC = "sac_continuous.py"
 CROSSQ = "crossq_continuous.py"
@@ -185,6 +186,7 @@ FULL = [
         sb3="sb3-ppo-pixel",
     ),
     Row(PIXELS, "Reacher-v5", ONE, 150_000, "--no-compile --from-pixels", sb3="sb3-ppo-pixel"),
+    Row(HYBRID, "FoodCollector", THREE, 2_000_000, evaluate=40),
     # These take hours each, so they are the last
     Row(DISCRETE, "Hallway", ONE, 1_000_000, f"--no-compile {HALL}"),
     Row(LSTM, "Hallway", THREE, 4_000_000, evaluate=256),

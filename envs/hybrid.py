@@ -49,10 +49,13 @@ class HybridActions(gym.ActionWrapper):
         low = np.concatenate(low).astype(np.float32)
         high = np.concatenate(high).astype(np.float32)
         self.action_space = HybridSpace(gym.spaces.Box(low, high), branches)
+        columns = range(self.action_space.shape[0])
+        self.read = make_reader(
+            env.action_space, iter(columns[: len(low)]), iter(columns[len(low) :])
+        )
 
     def action(self, row):
-        continuous, choices = self.action_space.split(row)
-        return join(self.env.action_space, iter(continuous), iter(choices))
+        return self.read(row)
 
 
 def is_hybrid(space):
@@ -83,18 +86,40 @@ def branch_sizes(space):
     return np.ravel(sizes).tolist()
 
 
-def join(space, continuous, choices):
-    """Return an action of a nested space, from iterators over its continuous actions and its choices."""
+def make_reader(space, columns, branch_columns):
+    """Return a function that reads an action of a nested space from a row.
+
+    columns: an iterator over the columns of the continuous actions that are left
+    branch_columns: an iterator over the columns of the choices that are left
+    """
     if isinstance(space, gym.spaces.Dict):
-        return {name: join(part, continuous, choices) for name, part in space.spaces.items()}
+        readers = {
+            name: make_reader(part, columns, branch_columns) for name, part in space.spaces.items()
+        }
+        return lambda row: {name: read(row) for name, read in readers.items()}
     if isinstance(space, gym.spaces.Tuple):
-        return tuple(join(part, continuous, choices) for part in space.spaces)
+        readers = [make_reader(part, columns, branch_columns) for part in space.spaces]
+        return lambda row: tuple([read(row) for read in readers])
+
+    start = getattr(space, "start", 0)
     if isinstance(space, gym.spaces.Discrete):
-        return space.start + next(choices)
-    rest = continuous if isinstance(space, gym.spaces.Box) else choices
-    values = np.array([*itertools.islice(rest, math.prod(space.shape))]).reshape(space.shape)
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        values = values + space.start
-    elif space.dtype.kind in "iu":
-        values = np.rint(values)
-    return values.astype(space.dtype)
+        column = next(branch_columns)
+        return lambda row: start + int(row[column])
+
+    is_box = isinstance(space, gym.spaces.Box)
+    own = [*itertools.islice(columns if is_box else branch_columns, math.prod(space.shape))]
+    own = slice(own[0], own[-1] + 1) if own else slice(0, 0)
+    shape = space.shape
+    dtype = space.dtype
+    if not is_box:
+        return lambda row: (row[own].reshape(shape).astype(dtype) + start).astype(dtype)
+    if dtype == np.float32:
+        return lambda row: np.array(row[own], dtype).reshape(shape)
+
+    def read(row):
+        # The bounds of the rows, in single precision, may be a little beyond those of the space
+        values = row[own].reshape(shape).astype(np.float64)
+        values = np.rint(values) if dtype.kind in "iu" else values
+        return np.asarray(np.clip(values, space.low, space.high), dtype)
+
+    return read

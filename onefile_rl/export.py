@@ -376,7 +376,8 @@ def gdscript_steps(node, attributes, constants):
     step = {"op": operator, "in": inputs, "out": output}
     if operator == "Slice":
         step["start"] = attributes["starts"][0]
-        step["end"] = attributes["ends"][0]
+        # "To the end" is the largest 64-bit number, which Godot's JSON can't represent
+        step["end"] = min(attributes["ends"][0], 2**31 - 1)
     elif operator != "Gemm":  # the attributes of a layer are always the same
         step |= {name: attributes[name] for name in ("min", "max", "alpha") if name in attributes}
     return [step]

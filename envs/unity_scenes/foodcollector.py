@@ -266,7 +266,7 @@ class FoodCollector(Drawn):
         bodies += [((FOOD,), "0.3 0.75 0.3 1")] * NUM_FOOD + [
             ((FOOD,), "0.85 0.2 0.2 1")
         ] * NUM_FOOD
-        return drawing(bodies, room, 1, 1, spacing=(104, 78), tilt=1.2)
+        return drawing(bodies, room, 1, 1, spacing=(104, 94), tilt=1.3)
 
     def poses(self):
         """Return the poses of agents, frozen agents, eyes, lasers and food. What is not visible is below the floor."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from test_hostile import assert_ends
 import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
+import ppo_hybrid_multiagent as hybrid
 import sac_continuous as sac
 from godot_vec_env import GodotVecEnv
 from onefile_rl import export
@@ -33,6 +35,35 @@ needs_godot = pytest.mark.skipif(
 GAME = ROOT / "envs" / "godot_scenes"
 DISCS = {"obs_dim": 6, "action_dim": 2, "low": -1.0, "high": 1.0, "sensors": [6], "inputs": ["obs"]}
 ROVER = {"obs_dim": 14, "branches": [3, 3], "start": [0, 0], "sensors": [14], "inputs": ["obs"]}
+# A rover with continuous actions between its branches, as in game_with_both()
+BOTH = {
+    "obs_dim": 14,
+    "sensors": [14],
+    "inputs": ["obs"],
+    "action_dim": 2,
+    "low": -1.0,
+    "high": 1.0,
+    "branches": [3, 3],
+    "action_order": [["discrete", 3], ["continuous", 2], ["discrete", 3]],
+}
+
+
+def game_with_both(folder):
+    """Return a copy of the game in which rovers also have the continuous actions "push", and report them."""
+    game = shutil.copytree(GAME, folder / "game")
+    source = (game / "rover.gd").read_text()
+    push = '"push": {"size": 2, "action_type": "continuous"}, '
+    for old, new in (
+        ('"drive": {"size": 3', push + '"drive": {"size": 3'),
+        (
+            '\tsteer = int(action["steer"])\n',
+            '\tsteer = int(action["steer"])\n\tprint("push ", action["push"])\n',
+        ),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (game / "rover.gd").write_text(source)
+    return game
 
 
 @pytest.fixture
@@ -263,6 +294,10 @@ AGENTS = {
         discrete.Agent(ROVER, discrete.Args(hidden_sizes=(16, 16))),
         ROVER,
     ),
+    "hybrid actions": lambda: (
+        hybrid.Agent(BOTH, hybrid.Args(hidden_sizes=(16, 16))),
+        BOTH,
+    ),
     "two inputs": lambda: (
         ppo.Agent(DISCS, ppo.Args(hidden_sizes=(8,))),
         DISCS | {"sensors": [4, 2], "inputs": ["a", "b"]},
@@ -285,7 +320,8 @@ def exported(what, folder):
     obs = 3 * torch.randn(32, spec["obs_dim"])
     masks = [torch.ones(32, sum(spec["branches"]))] if "branches" in spec else []
     with torch.no_grad():
-        return spec, obs, agent.act(obs, *masks, deterministic=True)[0 if masks else 1].numpy()
+        which = 0 if masks and "low" not in spec else 1
+        return spec, obs, agent.act(obs, *masks, deterministic=True)[which].numpy()
 
 
 def discrete_actions(row, branches):
@@ -300,14 +336,19 @@ def test_the_plugin_can_read_the_exported_graph(what, tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
     assert [x.name for x in session.get_inputs()] == [*spec["inputs"], "state_ins"]
     assert [x.name for x in session.get_outputs()] == ["output", "state_outs"]
-    assert session.get_outputs()[0].shape[1] == (spec.get("action_dim") or sum(spec["branches"]))
+    columns = spec.get("action_dim", 0) + sum(spec.get("branches", []))
+    assert session.get_outputs()[0].shape[1] == columns
     for row, best in zip(obs.numpy(), expected, strict=True):
         parts = np.split(row[None], np.cumsum(spec["sensors"])[:-1], axis=1)
         inputs = dict(zip(spec["inputs"], parts, strict=True)) | {
             "state_ins": np.ones(1, np.float32)
         }
         (output,), state = session.run(["output", "state_outs"], inputs)
-        if "branches" in spec:
+        if "action_order" in spec:
+            steer, drive = output[:3], output[5:]
+            np.testing.assert_allclose(output[3:5], best[:2], atol=1e-5)
+            assert [steer.argmax(), drive.argmax()] == best[2:].tolist()
+        elif "branches" in spec:
             assert discrete_actions(output, spec["branches"]) == best.tolist()
         else:
             np.testing.assert_allclose(output, best, atol=1e-5)
@@ -324,7 +365,8 @@ def test_gdscript_computes_the_actions_of_the_agent(what, tmp_path):
     ]
     (tmp_path / "obs.json").write_text(json.dumps(seen))
     scene = "rover" if "branches" in spec else "discs"
-    command = [GODOT, "--headless", "--path", GAME, f"res://{scene}.tscn", "--agents=1"]
+    game = game_with_both(tmp_path) if "action_order" in spec else GAME
+    command = [GODOT, "--headless", "--path", game, f"res://{scene}.tscn", "--agents=1"]
     command += [f"--policy={tmp_path / 'policy.json'}", f"--check={tmp_path / 'obs.json'}"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     did = [
@@ -335,9 +377,31 @@ def test_gdscript_computes_the_actions_of_the_agent(what, tmp_path):
     assert len(did) == len(expected), out
     for action, best in zip(did, expected, strict=True):
         if "branches" in spec:
-            assert [action["steer"], action["drive"]] == best.tolist()
-        else:
-            np.testing.assert_allclose(action["push"], best, atol=1e-5)
+            assert [action["steer"], action["drive"]] == best[-2:].tolist()
+        if "action_dim" in spec:
+            np.testing.assert_allclose(action["push"], best[:2], atol=1e-5)
+
+
+@needs_godot
+def test_hybrid_actions_are_trained_evaluated_and_exported_in_a_real_game(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    game = game_with_both(tmp_path)
+    line = ["--godot-path", game, "--player-args=res://rover.tscn", "--num-steps", 16]
+    line += ["--num-minibatches", 2, "--hidden-sizes", 8, "--total-timesteps", 256]
+    call(hybrid, monkeypatch, *line)
+    (folder,) = (tmp_path / "runs").iterdir()
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert {name: saved["spec"][name] for name in BOTH} == BOTH
+    call(hybrid, monkeypatch, "--evaluate", folder, "--eval-episodes", 1)
+    assert "1 episodes of" in capsys.readouterr().out
+    call(hybrid, monkeypatch, "--export", folder)
+    command = [GODOT, "--headless", "--path", game, "res://rover.tscn", "--agents=1"]
+    command += [f"--policy={folder / 'policy.json'}", "--episodes=1", "--fixed-fps", "60"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    assert "1 episodes, mean return" in out
+    assert re.search(r"push \[-?\d\S*, -?\d\S*\]", out), "two numbers"
 
 
 def test_layers_that_gdscript_does_not_support_are_not_exported(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, call, free_port, listening, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from test_hostile import assert_ends
 
 import crossq_continuous as crossq
 import ppo_continuous_multiagent as ppo
+import ppo_hybrid_multiagent as hybrid
 import sac_continuous as sac
 from godot_vec_env import GodotVecEnv, as_pettingzoo, as_sb3
 from onefile_rl.engines import godot, process, vec_env
@@ -1057,6 +1059,44 @@ def test_ppo_sac_and_crossq_train_evaluate_and_export_a_game(tmp_path, monkeypat
     (own,) = Path("runs").glob("game__own__*")  # named after the game
     call(ppo, monkeypatch, "--evaluate", own, "--eval-episodes", 1)
     assert "64 decisions, 1 episodes of 1 decisions" in capsys.readouterr().out
+    assert_ends(fake.pids())
+
+
+def test_the_hybrid_script_sends_continuous_actions_and_choices_by_name(
+    tmp_path, monkeypatch, capsys
+):
+    """In training, with masks, and in the exported policy, in the order of the game."""
+    monkeypatch.chdir(tmp_path)
+    both = {
+        "turn": {"size": 3, "action_type": "discrete"},
+        "push": {"size": 2, "action_type": "continuous"},
+        "gear": {"size": 4, "action_type": "discrete"},
+        "lift": {"size": 1, "action_type": "continuous"},
+    }
+    masks = [{"action_mask": [1, 0, 1, 0, 0, 0, 1]}, {"action_mask": [0, 1, 0, 1, 1, 1, 0]}]
+    forever = step([1, 2], [3, 4], reward=[1.0, 0.5], done=[True, False], infos=masks)
+    game = {"info": info(2, actions=both), "reset": reset([0, 0], [0, 0], infos=masks)}
+    fake = Fake(tmp_path, game | {"steps": [], "forever": forever})
+    folder = train(hybrid, SMALL | {"env_id": "game"}, godot_path=fake.path, compile=False)
+    sent = fake.actions()
+    assert len(sent) >= 8
+    for first, second in sent:
+        for action in (first, second):
+            assert list(action) == list(both), "in the order of the game"
+            assert len(action["push"]) == 2 and len(action["lift"]) == 1
+            assert np.abs([*action["push"], *action["lift"]]).max() <= 1
+        assert first["turn"] in (0, 2) and first["gear"] == 3
+        assert second["turn"] == 1 and second["gear"] in (0, 1, 2)
+    assert {first["turn"] for first, _ in sent} == {0, 2}
+    call(hybrid, monkeypatch, "--export", folder)
+    spec = torch.load(folder / "checkpoint.pt", weights_only=True)["spec"]
+    assert spec["action_order"] == [
+        ["discrete", 3],
+        ["continuous", 2],
+        ["discrete", 4],
+        ["continuous", 1],
+    ]
+    assert (folder / "policy.onnx").exists() and (folder / "policy.json").exists()
     assert_ends(fake.pids())
 
 

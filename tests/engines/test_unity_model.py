@@ -74,12 +74,14 @@ def check_constant_outputs(path):
     assert kinds and numbers <= constants
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_discrete, ppo_lstm], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "script", [ppo, ppo_discrete, ppo_hybrid, ppo_lstm], ids=lambda x: x.__name__
+)
 def test_exports_of_several_sensors_and_of_flat_entities_pass(script, tmp_path):
     spec = {"obs_dim": 9, "sensors": [[2, 3], 1, 2], "entities": [[0, 2, 3]]}
-    if script is ppo:
+    if script in (ppo, ppo_hybrid):
         spec |= {"action_dim": 2, "low": -1.0, "high": 1.0}
-    else:
+    if script is not ppo:
         spec |= {"branches": [4, 2], "start": [0, 0]}
     if script is ppo_lstm:
         spec |= {"memory": 6}
@@ -87,7 +89,7 @@ def test_exports_of_several_sensors_and_of_flat_entities_pass(script, tmp_path):
     args = script.Args(hidden_sizes=(4,))
     branches = spec.get("branches", [])
     sensors = [("Goals", (2, 3)), ("Body", (1,)), ("Eyes", (2,))]
-    behavior = Behavior("Mine", sensors, 0 if branches else 2, branches)
+    behavior = Behavior("Mine", sensors, spec.get("action_dim", 0), branches)
     for each in (spec, flat):
         export.export(script.Agent(each, args).eval(), each, tmp_path / "policy.onnx")
         assert check_model(tmp_path / "policy.onnx", behavior) == []

@@ -55,6 +55,9 @@ def ppo(name, compiled=False):
     masks[:, 0] = True
     if name == "ppo_discrete_multiagent":
         batch = script.Batch(obs, masks, torch.zeros(n, 1, dtype=torch.int64), logprobs - 1, *rest)
+    elif name == "ppo_hybrid_multiagent":
+        actions = torch.cat([*vectors(rng, (n, 2)), torch.zeros(n, 1)], 1)
+        batch = script.Batch(obs, masks, actions, logprobs - 3, *rest)
     else:
         batch = script.Batch(obs, vectors(rng, (n, 2))[0], logprobs - 2, *rest)
     batch = script.Batch(*(x[distributed.RANK :: distributed.SIZE] for x in batch))
@@ -104,7 +107,7 @@ def bandit():
 def main(path):
     distributed.join("cpu")
     out = {"sac": sac()[0], "bandit": bandit()}
-    for name in ("ppo_continuous_multiagent", "ppo_discrete_multiagent"):
+    for name in ("ppo_continuous_multiagent", "ppo_discrete_multiagent", "ppo_hybrid_multiagent"):
         out[name], out[name + " norm"] = ppo(name)
     if "compiled" in sys.argv:
         out["compiled"], _ = ppo("ppo_continuous_multiagent", compiled=True)
@@ -223,6 +226,7 @@ def test_ranks_of_different_speed_neither_wait_nor_drift():
 
 
 OTHERS = {
+    "ppo_hybrid_multiagent.py": "--env-id parity_env:Hybrid-v0 --num-steps 32 --num-minibatches 4",
     "ppo_lstm_multiagent.py": "--env-id CartPoleBlind-v0 --num-steps 32 --num-minibatches 4 --memory-size 8",
     "ppo_pixel.py": "--env-id DummyPixels-v0 --num-steps 32 --num-minibatches 2 --update-epochs 1 --features 16",
     "sac_continuous.py": "--env-id parity_env:Parity-v0 --learning-starts 50 --batch-size 16 --norm-obs",

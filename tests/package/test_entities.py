@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as ppo_discrete
+import ppo_hybrid_multiagent as ppo_hybrid
 import ppo_lstm_multiagent as ppo_lstm
 from onefile_rl import export, fast, runs
 from onefile_rl.entities import UNITS, Attention, Entities, num_features
@@ -25,6 +26,7 @@ SPEC = {
 ACTIONS = {
     ppo: {"action_dim": 2, "low": -1.0, "high": 1.0},
     ppo_discrete: {"branches": [3, 2], "start": [0, 0]},
+    ppo_hybrid: {"action_dim": 2, "low": -1.0, "high": 1.0, "branches": [3, 2]},
     ppo_lstm: {"branches": [3, 2], "start": [0, 0], "memory": 8},
 }
 scripts = pytest.mark.parametrize("script", ACTIONS, ids=lambda script: script.__name__)
@@ -237,11 +239,12 @@ def test_exported_policy_has_rows_and_equals_the_agent(script, norm_obs, tmp_pat
             feed["action_masks"] = more[0].astype(np.float32)
         if "memory" in spec:
             feed["recurrent_in"] = more[1][:, None, :8]
-        kind = "discrete" if "branches" in spec else "continuous"
-        actions = session.run([f"deterministic_{kind}_actions"], feed)[0]
+        kinds = ["continuous"] * ("low" in spec) + ["discrete"] * ("branches" in spec)
+        actions = session.run([f"deterministic_{kind}_actions" for kind in kinds], feed)
+        actions = np.concatenate(actions, 1)  # of both kinds, side by side
         with torch.no_grad():
             expected = agent.act(*map(torch.as_tensor, (obs, *more)), deterministic=True)
-        np.testing.assert_allclose(actions, expected[0 if "branches" in spec else 1], atol=1e-4)
+        np.testing.assert_allclose(actions, expected[1 if "low" in spec else 0], atol=1e-4)
 
 
 # Statistics

@@ -20,6 +20,7 @@ import crossq_continuous as crossq
 import lbc_discrete as lbc
 import ppo_continuous_multiagent as ppo
 import ppo_discrete_multiagent as discrete
+import ppo_hybrid_multiagent as hybrid
 import ppo_pixel as pixel
 import sac_continuous as sac
 from onefile_rl import arguments, fast, runs, trust
@@ -30,6 +31,7 @@ IMAGES = "--env-id parity_env:ParityPixels-v0 --num-envs 1 --features 4"
 SMALL = {
     ppo: f"{VECTORS} --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 16",
     discrete: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-steps 8 --num-minibatches 2 --total-timesteps 16",
+    hybrid: "--env-id parity_env:Hybrid-v0 --hidden-sizes 4 --num-steps 8 --num-minibatches 2 --total-timesteps 16",
     sac: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
     crossq: f"{VECTORS} --buffer-size 64 --learning-starts 4 --batch-size 4 --total-timesteps 8",
     lbc: "--env-id parity_env:Branches-v0 --hidden-sizes 4 --num-envs 1 --sequence-length 2 --batch-size 2 "
@@ -85,8 +87,10 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def names_of(script):
-    """Return the script's options; for two scripts only their own, because four others test the common ones."""
-    common = {field.name for field in fields(runs.Args)} if script in (lbc, crossq) else set()
+    """Return the script's options; for three scripts only their own, because four others test the common ones."""
+    common = (
+        {field.name for field in fields(runs.Args)} if script in (lbc, crossq, hybrid) else set()
+    )
     return [field.name for field in fields(script.Args) if field.name not in common | {"compile"}]
 
 
