@@ -78,16 +78,16 @@ from onefile_rl.checkpoints import (
 from onefile_rl.cpu_time import CpuClock
 from onefile_rl.curriculum import Curriculum, value_text
 from onefile_rl.engines import waits
-from onefile_rl.engines.files import read
-from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
-from onefile_rl.engines.scenes import EngineError, derive_seed
-from onefile_rl.errors import (
+from onefile_rl.engines.errors import (
     describe_exit,
     describe_out_of_memory,
     is_message,
     is_out_of_memory,
     is_own,
 )
+from onefile_rl.engines.files import read
+from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
+from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
