@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import parity_env  # noqa: F401
+import parity_env
 import pytest
 import torch
 from conftest import ROOT, call, curve, needs_gl, stop_after, train
