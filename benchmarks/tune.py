@@ -47,6 +47,7 @@ from learning import Failed
 
 from onefile_rl.arguments import command_line, option
 from onefile_rl.checkpoints import Lock, fingerprint
+from onefile_rl.engines.printing import printable
 
 # The search space of a script that has the first option. Options that it does not have are left out
 DEFAULT_SPACES = {
@@ -394,23 +395,25 @@ def open_study(args, settings):
             load_if_exists=True,
             pruner=optuna.pruners.MedianPruner(STARTUP_TRIALS, n_warmup_steps=2),
         )
+        seed = len(study.trials)
+        before = dict(study.user_attrs.get("settings", settings))
     except Exception as error:  # of SQLite, SQLAlchemy and Optuna
-        reason = str(error).splitlines()[0]
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0])[:200]
         raise SystemExit(
             f"{file} can't be opened as a study: {reason}: give another --out"
         ) from None
     # Another seed after each start: the same one would draw the settings of the last start again
-    seed = len(study.trials)
     study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=args.jobs > 1)
 
-    before = study.user_attrs.get("settings", settings)
     for name, value in settings.items():
-        if before[name] != value:
+        if before.get(name) != value:
             if name == "script":
                 difference = f"{args.script.name} has changed since the study was started"
             else:
-                difference = f"the study has {name} {before[name]}, and not {value}"
+                theirs = printable(before.get(name))[:200]
+                difference = f"the study has {name} {theirs}, and not {value}"
             raise SystemExit(f"{args.out}: {difference}: give another --out for a new study")
+    check_trials(study, args)
     if not study.trials:
         study.set_user_attr("settings", settings)
         is_own = len(args.own) == len(args.space)
@@ -419,6 +422,23 @@ def open_study(args, settings):
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
     return study
+
+
+def check_trials(study, args):
+    """Refuse settings that this command does not search: they become options of the script, and study.db may be of
+    another machine."""
+    for trial in study.trials:
+        given = trial.system_attrs.get("fixed_params", {})
+        for name, value in [*trial.params.items(), *dict(given).items()]:
+            try:
+                searched = args.space[name]
+                valid = searched._contains(searched.to_internal_repr(value))
+            except (KeyError, TypeError, ValueError):
+                valid = False
+            if not valid:
+                setting = printable(f"{name} {value}")[:100]
+                what = f"trial {trial.number} has {setting}, which is not searched"
+                raise SystemExit(f"{args.out / 'study.db'}: {what}: give another --out")
 
 
 def finished(study):

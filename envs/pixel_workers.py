@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from envs import attributes, contract
 from envs.pixel_wrappers import make_pixel_env
 from envs.sync import MAX_REPLAY_STEPS, SyncEnvs
+from onefile_rl.engines import errors
 from onefile_rl.engines.process import Lines, kill_tree, write_line
 from onefile_rl.engines.scenes import EngineError
 
@@ -32,7 +33,7 @@ REPLAY_TIMEOUTS = 60
 
 
 class WorkerDied(EngineError):
-    """A worker process has ended. The message contains what it wrote to its standard error."""
+    """A worker process has ended. The message says why, or contains what it wrote to its standard error."""
 
 
 class WorkerHangs(EngineError):
@@ -164,8 +165,11 @@ class Worker:
             raise self.hangs(seconds) from None
         if line is None:
             raise self.died()
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "ended" in answer:
+            raise WorkerDied(f"the {self.name} ended: {answer['ended']}")
         self.answers = True
-        return json.loads(line)
+        return answer
 
     def hangs(self, seconds):
         """Return the exception for a process that does not answer."""
@@ -237,9 +241,25 @@ def to_json(episodes):
 
 
 def work():
-    """Answer requests as a worker until the input ends."""
+    """Work as a worker until the input ends. An error that needs no traceback is the last answer."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of an env goes to the log
+
+    def answer(value):
+        answers.write(json.dumps(value).encode() + b"\n")
+        answers.flush()
+
+    try:
+        answer_requests(answer)
+    except BaseException as error:
+        line = errors.describe(error, __file__)
+        if line is None:
+            raise
+        answer({"ended": line})
+
+
+def answer_requests(answer):
+    """Make the envs of a worker, and answer requests until the input ends."""
     job = json.loads(sys.stdin.buffer.readline())
     first = job["first"]
     last = job["last"]
@@ -249,10 +269,6 @@ def work():
     arrays = {name: array[first:last] for name, array in all_arrays.items()}
     env = make_pixel_env(job["env_id"], **job["settings"])
     group = make_group(env, last - first, job["env_id"], job["settings"], job["parameters"], arrays)
-
-    def answer(value):
-        answers.write(json.dumps(value).encode() + b"\n")
-        answers.flush()
 
     answer(None)
     for line in sys.stdin.buffer:

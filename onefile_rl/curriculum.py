@@ -9,6 +9,9 @@ when the share of the run that is done is above it (measure progress). This is c
 lesson applies to each agent from its next episode on.
 """
 
+import errno
+import reprlib
+import stat
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +23,9 @@ from onefile_rl.engines.printing import printable
 from onefile_rl.engines.samplers import KINDS, make, parse
 
 BLOCK = "environment_parameters"
+LARGEST_FILE = 100_000  # bytes of a YAML file, which take a few seconds to read
+MOST_LESSONS = 1_000  # of a parameter
+MOST_INTERVALS = 100  # of a sampler
 LONGEST = 1_000_000  # episodes: the largest min_lesson_length
 MEASURES = ("reward", "progress")
 
@@ -47,6 +53,21 @@ NOT_USED = {
 }
 
 
+class Loader(yaml.SafeLoader):
+    """Loads plain types only, and refuses a key that is there twice: YAML's own loader drops the first value."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
+                continue
+            if key_node.value in keys:
+                problem = f"{shown(key_node.value)} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            keys.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
 def read(file, report=False):
     """Return the parameters in a YAML file: the whole file of an ML-Agents trainer, or only the block.
 
@@ -54,12 +75,17 @@ def read(file, report=False):
     effect
     """
     try:
+        status = Path(file).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        if status.st_size > LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"larger than {LARGEST_FILE:,} bytes")
         text = Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise ValueError(f"--curriculum {file}: can't be read ({reason})") from None
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "not YAML"
@@ -104,6 +130,8 @@ def read_block(content, where):
             place += ".curriculum"
             if not isinstance(lessons, list) or not lessons:
                 raise ValueError(f"{place} is {shown(lessons)}: give a list of lessons")
+            if len(lessons) > MOST_LESSONS:
+                raise ValueError(f"{place} has {len(lessons)} lessons: give at most {MOST_LESSONS}")
             last = len(lessons) - 1
             block[name] = {
                 "curriculum": [
@@ -211,6 +239,10 @@ def read_value(value, place, not_used):
         if not pairs:
             fix = "give a list of pairs, [[MIN, MAX], ...]"
             raise ValueError(f"{place}.intervals is {shown(intervals)}: {fix}")
+        if len(intervals) > MOST_INTERVALS:
+            raise ValueError(
+                f"{place}.intervals has {len(intervals)}: give at most {MOST_INTERVALS}"
+            )
         numbers = [x for pair in intervals for x in pair]
     try:
         return plain_value(make(kind, numbers))
@@ -228,7 +260,8 @@ def value_text(value):
 
 
 def shown(x):
-    return printable(repr(x))[:60]
+    """Return a value of a file as a short text. Not with repr(): aliases can make it endless."""
+    return printable(reprlib.repr(x))[:60]
 
 
 class Lesson(NamedTuple):

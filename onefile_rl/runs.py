@@ -78,16 +78,16 @@ from onefile_rl.checkpoints import (
 from onefile_rl.cpu_time import CpuClock
 from onefile_rl.curriculum import Curriculum, value_text
 from onefile_rl.engines import waits
-from onefile_rl.engines.files import read
-from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
-from onefile_rl.engines.scenes import EngineError, derive_seed
-from onefile_rl.errors import (
+from onefile_rl.engines.errors import (
     describe_exit,
     describe_out_of_memory,
     is_message,
     is_out_of_memory,
     is_own,
 )
+from onefile_rl.engines.files import read
+from onefile_rl.engines.printing import accept_any_encoding, printable, printable_lines
+from onefile_rl.engines.scenes import EngineError, derive_seed
 from onefile_rl.evaluate import evaluate_checkpoint, play_vectors, record_video
 from onefile_rl.export import export_checkpoint
 from onefile_rl.signals import SIGNALS  # noqa: F401
@@ -215,6 +215,7 @@ class Run:
         self.new_best = None  # the best state, until it is in best.pt
         self.writer = None
         self.lock = None
+        self.made_folder = False  # the folder is new
         self.frame = None
         self.frozen = False  # objects of the start are hidden from the garbage collector
         self.not_kept = set()  # names of variables that were found too late
@@ -302,8 +303,12 @@ class Run:
             stack.callback(setattr, threading, "excepthook", self.excepthook)
             stack.callback(distributed.leave)
             stack.callback(self.envs.close)
+            if self.made_folder and not self.snapshot:
+                stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if self.lock:
                 stack.callback(self.lock.close)
+            if self.writer and not self.snapshot:
+                stack.callback(self.close_writer)
             if self.snapshot and self.leads:
                 stack.callback(self.close_writer)
                 if self.snapshot is not self.saved:
@@ -322,8 +327,9 @@ class Run:
                     f"Saved {self.folder}/checkpoint.pt. "
                     f"Evaluate with: python {self.script.name} --evaluate {self.folder}"
                 )
-        elif self.snapshot and is_out_of_memory(error):
-            print(f"\n{self.stopped()}", flush=True)
+        elif self.snapshot and not problem:  # beside the error that ended the run
+            with contextlib.suppress(OSError):
+                print(f"\n{self.stopped()}", flush=True)
 
     def stopped(self):
         step = self.snapshot["global_step"]
@@ -516,6 +522,7 @@ class Run:
                 f"{self.folder} exists already: wait a second, or give another --exp-name"
             )
         self.folder.mkdir(parents=True)
+        self.made_folder = True
         self.lock = Lock(self.folder)
         self.run_id = secrets.token_hex(8)
         shutil.copy(self.script, self.folder)

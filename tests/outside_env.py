@@ -178,6 +178,34 @@ class StartsPixels(DummyPixels):
         return np.full_like(self.canvas, self.brightness)
 
 
+class Words(DummyPixels):
+    """Gives its reward as text."""
+
+    def step(self, action):
+        return self.canvas, "1.0", False, False, {}
+
+
+class ExhaustsPixels(DummyPixels):
+    """Has not enough memory for a step."""
+
+    def step(self, action):
+        raise MemoryError
+
+
+class QuitsPixels(DummyPixels):
+    """Ends the program in its first step, as if all were well."""
+
+    def step(self, action):
+        sys.exit(0)
+
+
+class BreaksPixels(DummyPixels):
+    """Raises a ValueError of Python's own."""
+
+    def step(self, action):
+        return int("x")
+
+
 class Valve(Simple):
     """Wants the action 170 of 100 to 200."""
 
@@ -342,4 +370,5 @@ for kind in (
 ):  # fmt: skip
     gym.register(f"{kind.__name__}-v0", kind, max_episode_steps=5)
 gym.register("OneObjective-v0", lambda: FirstReward(Objectives(declared=True)))
-gym.register("StartsPixels-v0", StartsPixels, kwargs={"size": 36}, max_episode_steps=5)
+for kind in (StartsPixels, Words, ExhaustsPixels, QuitsPixels, BreaksPixels):
+    gym.register(f"{kind.__name__}-v0", kind, kwargs={"size": 36}, max_episode_steps=5)

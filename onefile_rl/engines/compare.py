@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onefile_rl.engines.files import free_memory, read
-from onefile_rl.engines.printing import printable
+from onefile_rl.engines.files import read
+from onefile_rl.engines.onnx_files import first_line, start_session
 
 FAR = 5.0  # a value is far if it is more than this many standard deviations of training from the mean of training
 OFTEN = 0.01  # an input is reported if its value is far in more than this share of the decisions
@@ -61,17 +61,12 @@ class Trained:
 
         Return None if there is no export, or if the policy needs images or action masks.
         """
-        import onnxruntime
-
         if not path.exists():
             return None
-        if path.stat().st_size > free_memory():
-            raise ValueError(f"{path} does not fit into the free memory")
         try:
-            session = onnxruntime.InferenceSession(path)
-        except Exception as error:
-            reason = printable((str(error).splitlines() or [""])[0])[:200]
-            raise ValueError(f"{path} is not a model that onnxruntime can run: {reason}") from None
+            session = start_session(path)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a model that can be run: {error}") from None
         shapes = {inputs.name: inputs.shape for inputs in session.get_inputs()}
         if any(len(shape) > 3 for shape in shapes.values()) or "action_masks" in shapes:
             return None
@@ -94,8 +89,7 @@ class Trained:
             try:
                 return session.run([ACTIONS], inputs)[0]
             except Exception as error:
-                reason = printable((str(error).splitlines() or [""])[0])[:200]
-                raise ValueError(f"{path} can't be run: {reason}") from None
+                raise ValueError(f"{path} can't be run: {first_line(error)}") from None
 
         return policy
 

@@ -1,15 +1,19 @@
 """Exported policies that play the agents that are not trained, as Unity plays them in inference."""
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 
+from onefile_rl.engines.limits import LARGEST
+from onefile_rl.engines.onnx_files import first_line, start_session
 from onefile_rl.engines.printing import printable
 from onefile_rl.engines.process import PlayerError
 
 # NAME or NAME?team=NUMBER, then the path, in which there may be more equals signs
 OTHER = re.compile(r"(.+?(?:\?team=\d+)?)=(.+)")
+LARGEST_MEMORY_SIZE = 1_000_000  # numbers that an LSTM remembers of an agent
 
 
 class PolicyError(PlayerError):
@@ -63,9 +67,6 @@ class OnnxPolicy:
     """
 
     def __init__(self, name, path, seed):
-        # Slow to import, and most envs need no policy
-        import onnxruntime
-
         file = find_policy(name, path)
         self.path = path
         self.given = f"--others {name}={path}"
@@ -74,17 +75,10 @@ class OnnxPolicy:
         if checkpoint.is_file() and checkpoint.stat().st_mtime > file.stat().st_mtime:
             newer = "the run's checkpoint is newer than its policy.onnx, write it again with"
             self.notice = f"{self.given}: {newer}: {export_command(file.parent)}"
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1  # the networks are small, and threads that wait use a core
-        onnxruntime.set_default_logger_severity(4)  # errors are raised
-        onnxruntime.set_seed(seed)  # for the sessions that are made from now on
         try:
-            self.session = onnxruntime.InferenceSession(
-                file.read_bytes(), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            reason = first_line(error)
-            raise ValueError(f"{self.given}: onnxruntime can't load it: {reason}") from None
+            self.session = start_session(file, seed)
+        except ValueError as error:
+            raise ValueError(f"{self.given}: {error}") from None
 
         self.shapes = {x.name: x.shape[1:] for x in self.session.get_inputs()}
         outputs = {x.name for x in self.session.get_outputs()}
@@ -96,8 +90,12 @@ class OnnxPolicy:
         self.memory = {}  # from the id of an agent to its memory
         if "recurrent_in" in self.shapes:
             self.outputs.append("recurrent_out")
-            if not all(isinstance(size, int) for size in self.shapes["recurrent_in"]):
+            sizes = self.shapes["recurrent_in"]
+            if not all(isinstance(size, int) for size in sizes):
                 raise ValueError(f"{self.given}: its input recurrent_in has no fixed size")
+            if not 0 < math.prod(sizes) <= LARGEST_MEMORY_SIZE:
+                what = f"its input recurrent_in has the shape {sizes}"
+                raise ValueError(f"{self.given}: {what}, more than {LARGEST_MEMORY_SIZE:,} numbers")
 
     def forget_all(self):
         """Clear the memory of all agents."""
@@ -124,7 +122,17 @@ class OnnxPolicy:
             outputs = dict(zip(self.outputs, self.session.run(self.outputs, inputs), strict=True))
         except Exception as error:
             raise PolicyError(f"{self.given}: onnxruntime: {first_line(error)}") from None
+        for output, array in outputs.items():
+            is_array = isinstance(array, np.ndarray) and array.dtype.kind in "iuf"
+            if not is_array or array.ndim < 2 or len(array) != len(agents):
+                what = f"the output {output} must be an array of numbers with one row per agent"
+                raise PolicyError(f"{self.given}: {what}: choose a model of this behavior")
         if "recurrent_out" in outputs:
+            expected = (len(agents), *self.shapes["recurrent_in"])
+            if outputs["recurrent_out"].shape != expected:
+                sizes = f"{list(outputs['recurrent_out'].shape)}, recurrent_in {list(expected)}"
+                what = f"the output recurrent_out has the shape {sizes}"
+                raise PolicyError(f"{self.given}: {what}: they must be equal")
             self.memory |= zip(agents, outputs["recurrent_out"], strict=True)
 
         sizes = {"continuous": continuous, "discrete": len(branches)}
@@ -136,8 +144,10 @@ class OnnxPolicy:
                 what = f"the model has {theirs} {kind} actions, the behavior {size}"
                 raise PolicyError(f"{self.given}: {what}: choose a model of this behavior")
             actions[kind] = chosen if size else np.zeros((len(agents), 0))
-        if not np.isfinite(actions["continuous"]).all():
-            raise PolicyError(f"{self.given}: the model's actions are not finite")
+        if not (np.abs(actions["continuous"]) <= LARGEST).all():  # False for NaN too
+            raise PolicyError(
+                f"{self.given}: the model's actions are not finite or beyond {LARGEST:g}"
+            )
         discrete = actions["discrete"].astype(int)
         if not ((discrete >= 0) & (discrete < np.array(branches, int))).all():
             what = f"the model chooses {discrete.max(0).tolist()}, the branches are {branches}"
@@ -153,7 +163,7 @@ class OnnxPolicy:
             new = np.zeros(shape, np.float32)
             inputs["recurrent_in"] = np.stack([self.memory.get(agent, new) for agent in agents])
         if inputs.keys() != self.shapes.keys():
-            theirs = printable(", ".join(sorted(self.shapes)))
+            theirs = printable(", ".join(sorted(self.shapes)))[:200]
             what = f"the model has the inputs {theirs}, the behavior {', '.join(sorted(inputs))}"
             raise PolicyError(f"{self.given}: {what}: choose a model of this behavior")
         for name, array in inputs.items():
@@ -171,8 +181,3 @@ class OnnxPolicy:
                 raise PolicyError(f"{self.given}: {what}: choose a model of this behavior")
             inputs[name] = array.astype(np.float32)
         return inputs
-
-
-def first_line(error):
-    """Return the first line of an exception's message, which may quote the file."""
-    return printable((str(error).splitlines() or [""])[0])[:200]

@@ -35,6 +35,7 @@ LAST_OUTPUT = 2**12  # bytes at its end that are searched for errors
 LARGEST_MESSAGE = (
     2**29
 )  # bytes; far above any scene's messages, so that a faulty peer cannot fill the memory
+LONGEST_TEXT = 2_000  # characters of a message on the terminal
 SLICE = 0.2  # seconds of a wait after which it is checked whether the run was asked to stop
 SPIN_SECONDS = 1.5e-3 if hasattr(os, "sched_yield") else 0
 DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)  # not available on Windows
@@ -45,11 +46,17 @@ def one_line(text):
     return "".join(c if c.isprintable() else " " for c in str(text))
 
 
+def shorten(text):
+    """Remove the middle of a text that is too long for a message: a player's names may have any length."""
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} ... {text[-half:]}"
+
+
 class PlayerError(EngineError):
     """An error of a game, with a message of one line."""
 
     def __init__(self, message):
-        super().__init__(one_line(message))
+        super().__init__(shorten(one_line(message)))
 
 
 class PlayerGone(PlayerError):
@@ -471,7 +478,7 @@ class Process:
         """Print a notice, unless there was one on this topic."""
         if topic not in self.announced:
             self.announced.add(topic)
-            print(one_line(text), flush=True)
+            print(shorten(one_line(text)), flush=True)
 
     def accept(self, make_wire):
         """Wait for the connection of the game and set `self.wire`. The port is closed afterwards.

@@ -24,12 +24,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onefile_rl.engines.onnx_files import first_line, load
 from onefile_rl.engines.printing import printable
 
 VERSIONS = (2, 3)  # of the model format that the package supports; 2 is that of ML-Agents 1.x
 OPSETS = (7, 15)  # that Unity's inference reads
 OTHER_INPUTS = ("action_masks", "epsilon", "prev_action", "recurrent_in", "sequence_length")
 KINDS = ("continuous", "discrete")
+LONGEST = 1_000  # numbers of a constant, such as the sizes of branches
+LARGEST = 1e9  # of these numbers
+SHOWN = 20  # problems that are listed
 FLOAT = 1  # ONNX's numbers of types
 INTEGERS = (6, 7)
 
@@ -69,11 +73,12 @@ def behavior_of_layout(name, layout):
 
 def behavior_of_run(run):
     """Return the behavior that a run was trained with, from its checkpoint."""
-    import torch
+    # It needs torch, which is slow to import
+    from onefile_rl.engines.files import read
 
     path = Path(run, "checkpoint.pt") if Path(run).is_dir() else Path(run)
     try:
-        spec = torch.load(path, map_location="cpu", weights_only=True)["spec"]
+        spec = read(path)["spec"]
         if not isinstance(spec, dict):
             raise TypeError
     except Exception:
@@ -115,8 +120,9 @@ class Model:
 
         if not Path(path).is_file():
             raise ValueError(f"{path} is not an ONNX model: there is no such file")
+        self.path = path
         try:
-            model = onnx.load(path, load_external_data=False)
+            _, model = load(Path(path))
             graph = model.graph
             self.inputs = {x.name: shape_of(x) for x in graph.input}
             self.outputs = {
@@ -133,14 +139,18 @@ class Model:
                 self.inputs.pop(name, None)  # old files list weights among the inputs
             self.opset = max((x.version for x in model.opset_import if not x.domain), default=0)
         except Exception as error:
-            reason = printable((str(error).splitlines() or [type(error).__name__])[0])[:200]
+            reason = first_line(error)
             raise ValueError(f"{path} is not an ONNX model that can be read: {reason}") from None
 
     def constant(self, name):
         """Return the numbers of an output that is a constant, None if there is no such output."""
         if name not in self.outputs or name not in self.constants:
             return None
-        return self.constants[name].reshape(-1).tolist()
+        numbers = self.constants[name].reshape(-1)
+        valid = numbers.dtype.kind in "biuf" and len(numbers) <= LONGEST
+        if not valid or not (abs(numbers) <= LARGEST).all():  # False for NaN too
+            raise ValueError(f"{self.path}: the constant {name} has no valid numbers")
+        return numbers.tolist()
 
 
 def shape_of(value):
@@ -335,6 +345,9 @@ def verdict(path, behavior):
     where = (
         f"{path} does not fit {behavior.name}:" if problems else f"{path} fits {behavior.name}, but"
     )
-    lines = [where, *(f"  {problem}" for problem in problems)]
-    lines += [f"  with Deterministic Inference, {problem}" for problem in others]
+    texts = [str(problem) for problem in problems]
+    texts += [f"with Deterministic Inference, {problem}" for problem in others]
+    lines = [where, *(f"  {printable(text)[:300]}" for text in texts[:SHOWN])]
+    if len(texts) > SHOWN:
+        lines.append(f"  and {len(texts) - SHOWN} more")
     return not problems, "\n".join(lines)

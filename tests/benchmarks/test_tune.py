@@ -401,6 +401,36 @@ def test_a_study_keeps_its_settings(stub, monkeypatch):
     assert "can't be opened as a study" in refused(monkeypatch, *LINE, "--trials", 1)
 
 
+@pytest.mark.parametrize("how", ["result", "waiting", "range"])
+def test_a_study_of_another_machine_gives_the_script_no_other_options(how, stub, monkeypatch):
+    run(monkeypatch, *LINE, "--trials", 1)
+    study = study_of(stub)
+    if how == "waiting":
+        study.enqueue_trial({"unity_path": "./evil\033[2J"})
+    else:
+        evil = {"unity_path": "./evil\033[2J"} if how == "result" else {"learning_rate": 50.0}
+        kind = optuna.distributions
+        choices = kind.CategoricalDistribution([*evil.values()])
+        wide = choices if how == "result" else kind.FloatDistribution(0.1, 100)
+        trial = optuna.trial.create_trial(
+            params=evil, distributions=dict.fromkeys(evil, wide), value=1e9
+        )
+        study.add_trial(trial)
+    before = begun(stub)
+    message = refused(monkeypatch, *LINE, "--trials", 3)
+    setting = "learning_rate 50.0" if how == "range" else "unity_path ./evil\\x1b[2J"
+    assert f"study.db: trial 1 has {setting}, which is not searched: give another --out" in message
+    assert begun(stub) == before
+
+
+def test_a_study_without_valid_settings_is_refused(stub, monkeypatch):
+    run(monkeypatch, *LINE, "--trials", 1)
+    study_of(stub).set_user_attr("settings", 7)
+    assert "can't be opened as a study" in refused(monkeypatch, *LINE, "--trials", 2)
+    study_of(stub).set_user_attr("settings", {})
+    assert "and not " in refused(monkeypatch, *LINE, "--trials", 2)
+
+
 # The search space
 
 

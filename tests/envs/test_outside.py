@@ -20,7 +20,9 @@ from envs.pixel_workers import Group
 from envs.pixel_wrappers import make_pixel_env, resize
 from envs.pixels import PixelEnvs
 from envs.sync import SyncEnvs
-from onefile_rl import arguments, checkpoints, errors, runs
+from onefile_rl import arguments, checkpoints, runs
+from onefile_rl.engines import errors
+from onefile_rl.engines.scenes import EngineError
 from onefile_rl.fast import machine
 
 SMALL = dict(
@@ -609,3 +611,31 @@ def test_minigrid_works_on_its_image_and_direction():
 def test_vector_rewards_of_mo_gymnasium_are_refused():
     message = refused(make_env, "mo_gymnasium:deep-sea-treasure-v0")
     assert "the reward is a vector of shape (2,)" in message
+
+
+@pytest.mark.parametrize("kind", ["Words-v0", "ExhaustsPixels-v0", "QuitsPixels-v0"])
+def test_a_worker_ends_with_the_line_that_its_envs_would_have_ended_with(kind):
+    expected = {
+        "Words-v0": "Words-v0: the reward is '1.0', expected a number: ",
+        "ExhaustsPixels-v0": "outside_env.py, line [0-9]+: not enough memory: ",
+        "QuitsPixels-v0": "outside_env.py, line [0-9]+ ended the program with sys.exit",
+    }
+    with (
+        closing(PixelEnvs(f"outside_env:{kind}", 2, num_workers=2)) as envs,
+        pytest.raises(EngineError, match=expected[kind]) as caught,
+    ):
+        envs.reset(seed=1)
+        envs.step(np.zeros((2, 2), np.float32))
+    assert str(caught.value).startswith("the worker of envs 0 to 0 ended: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_worker_keeps_the_traceback_of_an_error_in_an_env():
+    with (
+        closing(PixelEnvs("outside_env:BreaksPixels-v0", 2, num_workers=2)) as envs,
+        pytest.raises(EngineError, match="ended with exit code 1: Traceback") as caught,
+    ):
+        envs.reset(seed=1)
+        envs.step(np.zeros((2, 2), np.float32))
+    assert "outside_env.py" in str(caught.value)
+    assert str(caught.value).endswith("ValueError: invalid literal for int() with base 10: 'x'")

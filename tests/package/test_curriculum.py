@@ -192,6 +192,61 @@ def test_a_malformed_file_is_one_line_that_names_the_place(text, problem, monkey
     assert problem in line and "lessons.yaml" in line and "\n" not in line
 
 
+def nested_aliases(first):
+    """Return YAML with ten lists, each of which has the one before nine times."""
+    lines = [f"a: &a {first}"]
+    for before, name in itertools.pairwise("abcdefghijk"):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]")
+    return "\n".join(lines)
+
+
+HOSTILE_FILES = {
+    "aliases": (
+        f"{nested_aliases('[0, 1]')}\nenvironment_parameters: {{mass: *k}}",
+        "mass is [[[[",
+    ),
+    "aliases in a sampler": (
+        f"{nested_aliases('[0, 1]')}\nenvironment_parameters:\n  mass:\n    sampler_type: multirangeuniform\n"
+        "    sampler_parameters: {intervals: *k}",
+        "intervals is [[[[",
+    ),
+    "a list in itself": ("mass: &a [*a]", "mass is [[[["),
+    "a block in itself": ("&a {mass: {curriculum: *a}}", "give a list of lessons"),
+    "a tag": ("mass: !!python/object/apply:os.system ['touch run']", "line 1, column 7: could not"),
+    "many digits": (f"mass: {'9' * 5000}", "is not YAML: Exceeds the limit"),
+    "depth": (f"mass: {'[' * 20_000}", "is not YAML: maximum recursion depth"),
+    "a key that is there twice": ("mass: 1\nmass: 2", "line 2, column 1: 'mass' is there twice"),
+    "size": (f"# {'x' * 200_000}\nmass: 1", "can't be read (larger than 100,000 bytes)"),
+    "many lessons": (
+        f"lesson: &a {{value: 1}}\nenvironment_parameters: {{mass: {{curriculum: [{'*a, ' * 2000}]}}}}",
+        "mass.curriculum has 2000 lessons: give at most 1000",
+    ),
+    "many intervals": (
+        "pair: &a [0, 1]\nenvironment_parameters:\n  mass:\n    sampler_type: multirangeuniform\n"
+        f"    sampler_parameters: {{intervals: [{'*a, ' * 2000}]}}",
+        "intervals has 2000: give at most 100",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_FILES)
+def test_a_hostile_file_is_refused_in_one_short_line(kind):
+    text, problem = HOSTILE_FILES[kind]
+    Path("lessons.yaml").write_text(text)
+    with pytest.raises(ValueError) as refused:
+        curriculum.read("lessons.yaml")
+    line = str(refused.value)
+    assert problem in line and len(line) < 300 and "\n" not in line
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")])
+def test_a_curriculum_that_is_not_a_file_is_not_waited_for(make):
+    make("lessons.yaml")
+    with pytest.raises(ValueError, match="can't be read \\(not a file\\)"):
+        curriculum.read("lessons.yaml")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

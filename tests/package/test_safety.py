@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import parity_env  # noqa: F401
+import parity_env
 import pytest
 import torch
 from conftest import ROOT, call, curve, needs_gl, stop_after, train
@@ -363,6 +363,18 @@ def test_no_space_for_a_new_run_is_one_line(small_disk, monkeypatch):
     ) as caught:
         call(monkeypatch, *line)
     assert len(str(caught.value).strip().splitlines()) == 1
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(monkeypatch):
+    def reset(self, *, seed=None, options=None):
+        raise MemoryError
+
+    monkeypatch.setattr(parity_env.Parity, "reset", reset)
+    line = ["--num-steps", 64, "--num-minibatches", 4, "--total-timesteps", 64]
+    with pytest.raises(SystemExit, match="not enough memory"):
+        call(monkeypatch, "--env-id", "parity_env:Parity-v0", *line)
+    assert list(Path("runs").iterdir()) == []
 
 
 def test_an_export_is_complete_or_does_not_exist(small_disk, monkeypatch):
@@ -649,7 +661,7 @@ def quietly(record, run, *args):
     run.show = show
 
 
-def test_an_exception_of_the_env_saves_a_checkpoint(monkeypatch):
+def test_an_exception_of_the_env_saves_a_checkpoint(monkeypatch, capsys):
     class Dies(gym.Wrapper):
         steps = 0
 
@@ -666,6 +678,8 @@ def test_an_exception_of_the_env_saves_a_checkpoint(monkeypatch):
         train(total_timesteps=64 * 8, checkpoint_interval=10**6)
     (folder,) = Path("runs").iterdir()
     assert load(folder)["global_step"] == 192
+    resume = f"python ppo_continuous_multiagent.py --resume {folder}"
+    assert f"Stopped after 192 decisions. Resume with: {resume}\n" in capsys.readouterr().out
 
 
 def test_a_killed_worker_saves_a_checkpoint():

@@ -3,7 +3,9 @@
 import dis
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from onefile_rl.engines.scenes import EngineError
+
+ROOT = Path(__file__).resolve().parents[2]
 OWN_FOLDERS = (ROOT / "onefile_rl", ROOT / "envs")
 OWN_FILES = (ROOT / "unity_vec_env.py", ROOT / "godot_vec_env.py")
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -59,3 +61,14 @@ def describe_exit(error):
     reason = str(error).split("\n")[0]
     given = f" ({reason})" if reason else ""
     return f"{place} ended the program with sys.exit(){given}: raise an error there instead, or end the episode"
+
+
+def describe(error, script):
+    """Return all that the user needs to know about an exception, as text, or None if its traceback is needed."""
+    if isinstance(error, SystemExit):
+        return describe_exit(error)
+    if is_out_of_memory(error):
+        return describe_out_of_memory(error)
+    if isinstance(error, ValueError | EngineError) and is_message(error, script):
+        return str(error)
+    return None
