@@ -146,7 +146,15 @@ BAD_FILES = [
     ("a: {curriculum: 3}", "a.curriculum is 3: give a list of lessons"),
     ("a: {curriculum: [3]}", "a.curriculum[0] is 3: give name, value, completion_criteria"),
     ("a: {curriculum: [{name: x}]}", "a.curriculum[0] has no value"),
-    ("a: {curriculum: [{valu: 1}]}", "a.curriculum[0] has 'valu': allowed are name, value"),
+    ("a: {curriculum: [{valu: 1}]}", "a.curriculum[0] has 'valu': did you mean value?"),
+    ("a: {curriculum: [{steps: 1}]}", "a.curriculum[0] has 'steps': allowed are name, value"),
+    ("environment_paramters: {a: 1}", "paramters: did you mean environment_parameters?"),
+    ("a: {curriculm: [{value: 1}]}", "a has 'curriculm': did you mean curriculum?"),
+    ("a: {number: 1}", "a has 'number': allowed are curriculum, sampler_type, sampler_parameters"),
+    (
+        "a: {curriculum: [{value: 1, completion_criterion: {threshold: 1}}, {value: 2}]}",
+        "a.curriculum[0] has 'completion_criterion': did you mean completion_criteria?",
+    ),
     (
         "a: {curriculum: [{value: 1}, {value: 2}]}",
         "a.curriculum[0] has no completion_criteria, and it is not the last lesson",
@@ -482,6 +490,37 @@ def test_an_argument_of_the_constructor_is_as_in_env_kwargs():
             observations.append([envs.step(actions)[0].tobytes() for _ in range(30)])
             assert envs.get_attr("level") == (2,) and type(envs.get_attr("level")[0]) is int
     assert observations[0] == observations[1]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "block", "problem"),
+    [
+        ({}, {"level": lessons(1, 2, -7)}, "--curriculum: level -7, lesson L2: .* at least 0"),
+        ({}, {"level": "uniform(-3, 2)"}, r"--curriculum: level uniform\(-3, 2\): .* at least 0"),
+        ({"level": "uniform(1,2)", "pull": 1.0}, {}, None),
+        (
+            {"level": "uniform(-1, 2)"},
+            {},
+            r"--env-parameters level=uniform\(-1, 2\): .* at least 0",
+        ),
+    ],
+)
+def test_a_value_that_the_env_refuses_is_an_error_before_the_run(parameters, block, problem):
+    """Also of a later lesson: the env is made once with each of them."""
+    settings = dict(total_timesteps=64, env_parameters=parameters, curriculum=block)
+    if problem is None:
+        assert train(**settings)
+        return
+    with pytest.raises(ValueError, match=problem):
+        train(**settings)
+    assert not Path("runs").exists()
+
+
+def test_a_lesson_with_other_spaces_is_an_error_before_the_run():
+    block = {"joints": lessons(2, 3)}
+    with pytest.raises(ValueError, match="--curriculum: joints 3, lesson L1: .* needs the same"):
+        train(env_id="Reacher2Dof-v0", total_timesteps=64, curriculum=block)
+    assert not Path("runs").exists()
 
 
 def test_an_argument_that_changes_the_spaces_is_an_error():
