@@ -651,9 +651,10 @@ def command_line(script, Args, presets, doc):
     for name in names:
         parser.add_argument(option(name), f"--{name}")
     given, _ = parser.parse_known_args()
+    lessons = {}
     if given.curriculum is not None:
         # An error is one line here, and a box in tyro's output
-        curriculum.read(given.curriculum, report=True)
+        lessons = curriculum.read(given.curriculum, report=True)
 
     sources = [
         name for name in ("resume", "evaluate", "export") if getattr(given, name) is not None
@@ -669,6 +670,9 @@ def command_line(script, Args, presets, doc):
         default = defaults_of_build(Args, given)
     else:
         default = defaults_of_env(Args, presets, given)
+        # Lessons replace parameters of the preset, but not those of the command line
+        preset = default.env_parameters
+        default.env_parameters = {name: x for name, x in preset.items() if name not in lessons}
 
     # tyro has flags with two states only, and --compile has a third, its default.
     flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}

@@ -127,7 +127,8 @@ def test_bundled_files_are_valid(name):
         steps = block["num_tiles"]["curriculum"]
         assert [lesson["value"] for lesson in steps] == list(range(2, 22, 2))
         thresholds = [lesson["completion_criteria"]["threshold"] for lesson in steps[:-1]]
-        assert thresholds == [0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75]
+        best = np.array([(n + 1) / 2 for n in range(2, 20, 2)])  # the mean of 1 to n tiles
+        assert thresholds == pytest.approx(0.8 * best)
     else:
         assert block == {"mass": "uniform(0.5, 10)", "scale": "uniform(0.75, 3)"}
 
@@ -236,6 +237,23 @@ def test_bad_parameters_are_one_line(line, problem, tmp_path):
 def test_what_has_no_parameters_is_refused(line, problem, tmp_path):
     write({"mass": 2.0}, "ok.yaml")
     assert_refused(ppo, line, problem, tmp_path)
+
+
+def test_lessons_replace_the_parameters_of_a_preset(monkeypatch):
+    """Sorter's preset has a number of tiles. A number on the command line beside the lessons is an error."""
+    import ppo_discrete_multiagent as ppo_discrete
+
+    seen = []
+    monkeypatch.setattr(ppo_discrete, "train", seen.append)
+    file = str(ROOT / "envs" / "unity_scenes" / "sorter.yaml")
+    line = ["ppo_discrete_multiagent.py", "--env-id", "Sorter", "--curriculum", file]
+    monkeypatch.setattr(sys, "argv", line)
+    ppo_discrete.main()
+    assert seen[0].env_parameters == {} and len(seen[0].curriculum["num_tiles"]["curriculum"]) == 10
+    assert ppo_discrete.PRESETS["Sorter"]["env_parameters"] == {"num_tiles": 2.0}
+    monkeypatch.setattr(sys, "argv", [*line, "--env-parameters", "num_tiles=3"])
+    with pytest.raises(SystemExit, match="--env-parameters num_tiles: --curriculum sets it too"):
+        ppo_discrete.main()
 
 
 def test_actor_processes_have_no_lessons():
