@@ -639,6 +639,11 @@ class Bounds(nn.Module):
 # The command line
 
 
+def without(lessons, parameters):
+    """Return the parameters of a preset without those that have lessons, which replace them."""
+    return {name: x for name, x in parameters.items() if name not in lessons}
+
+
 def command_line(script, Args, presets, doc):
     """Parse sys.argv and return the arguments, their defaults, and the checkpoint (path, state) or None.
 
@@ -670,9 +675,7 @@ def command_line(script, Args, presets, doc):
         default = defaults_of_build(Args, given)
     else:
         default = defaults_of_env(Args, presets, given)
-        # Lessons replace parameters of the preset, but not those of the command line
-        preset = default.env_parameters
-        default.env_parameters = {name: x for name, x in preset.items() if name not in lessons}
+        default.env_parameters = without(lessons, default.env_parameters)
 
     # tyro has flags with two states only, and --compile has a third, its default.
     flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}
