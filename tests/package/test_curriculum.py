@@ -120,14 +120,33 @@ def test_ml_agents_block_is_accepted_as_it_is(capsys):
     assert whole["length"] == "multirangeuniform(7, 10, 15, 20)"
 
 
+@pytest.mark.parametrize("key", ["signal_smoothing", "require_reset", "seed"])
+def test_what_has_no_effect_is_said_in_a_line(key, capsys):
+    """And nothing if ML-Agents' value is that there is no such effect."""
+    for value, has_effect in ((True, True), (False, False)):
+        sampler = {"sampler_type": "uniform"}
+        criteria = {"behavior": "B", "measure": "reward", "threshold": 1, "min_lesson_length": 2}
+        if key == "seed":
+            sampler["sampler_parameters"] = {"seed": 7 if value else -1}
+        else:
+            criteria[key] = value
+        first = {"name": "A", "completion_criteria": criteria, "value": sampler}
+        block = {"a": {"curriculum": [first, {"value": 1}]}, "b": sampler}
+        read = curriculum.read(write(block), report=True)
+        assert read["a"]["curriculum"][0]["value"] == "uniform(0, 1)"
+        lines = capsys.readouterr().out.splitlines()
+        assert [f": {key} has no effect: " in line for line in lines] == [True] * has_effect
+
+
 @pytest.mark.parametrize("name", ["3dball", "sorter"])
 def test_bundled_files_are_valid(name):
     block = curriculum.read(str(ROOT / "envs" / "unity_scenes" / f"{name}.yaml"))
     if name == "sorter":
         steps = block["num_tiles"]["curriculum"]
-        assert [lesson["value"] for lesson in steps] == list(range(2, 22, 2))
+        tiles = [1, *range(2, 22, 2)]
+        assert [lesson["value"] for lesson in steps] == tiles
         thresholds = [lesson["completion_criteria"]["threshold"] for lesson in steps[:-1]]
-        best = np.array([(n + 1) / 2 for n in range(2, 20, 2)])  # the mean of 1 to n tiles
+        best = np.array([(n + 1) / 2 for n in tiles[:-1]])  # the mean of 1 to n tiles
         assert thresholds == pytest.approx(0.8 * best)
     else:
         assert block == {"mass": "uniform(0.5, 10)", "scale": "uniform(0.75, 3)"}
@@ -249,7 +268,7 @@ def test_lessons_replace_the_parameters_of_a_preset(monkeypatch):
     line = ["ppo_discrete_multiagent.py", "--env-id", "Sorter", "--curriculum", file]
     monkeypatch.setattr(sys, "argv", line)
     ppo_discrete.main()
-    assert seen[0].env_parameters == {} and len(seen[0].curriculum["num_tiles"]["curriculum"]) == 10
+    assert seen[0].env_parameters == {} and len(seen[0].curriculum["num_tiles"]["curriculum"]) == 11
     assert ppo_discrete.PRESETS["Sorter"]["env_parameters"] == {"num_tiles": 2.0}
     monkeypatch.setattr(sys, "argv", [*line, "--env-parameters", "num_tiles=3"])
     with pytest.raises(SystemExit, match="--env-parameters num_tiles: --curriculum sets it too"):

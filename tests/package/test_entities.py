@@ -388,6 +388,16 @@ def test_other_sensors_of_two_dimensions_are_part_of_the_vector(scripted):
     assert envs.entities == {}
 
 
+def test_goal_observations_are_plain_inputs(scripted):
+    """A sensor whose Observation Type is Goal Signal is a part of the vector, in its place."""
+    info = agent_info(0, [[1.0, 2.0], [0.0, 1.0], [5.0]])
+    info["observations"][1]["observation_type"] = 1
+    envs, _ = scripted([{NAME: [info]}])
+    obs, _ = envs.reset()
+    assert obs.tolist() == [[1, 2, 0, 1, 5]]
+    assert envs.sensors == [2, 2, 1] and envs.entities == {}
+
+
 class Envs:
     """What describe() reads from a vector env."""
 
