@@ -132,7 +132,7 @@ PRESETS = {
         norm_obs=False, norm_reward=False, hidden_sizes=(256, 256), activation="silu",
     ),
     "Sorter": dict(
-        total_timesteps=500_000, env_parameters={"num_tiles": 4.0}, num_players=2, num_steps=256,
+        total_timesteps=600_000, env_parameters={"num_tiles": 2.0}, num_players=2, num_steps=256,
         num_minibatches=8, update_epochs=3, ent_coef=5e-3, norm_obs=False, norm_reward=False,
         hidden_sizes=(128, 128), activation="silu",
     ),

@@ -7,7 +7,8 @@
     python benchmarks/plots.py Hopper-v5 Walker2d-v5 --compare my_ppo sb3-ppo --out my_results
 
 A picture is named ENV.png. The curves of SAC and CrossQ and of the bandit, which are shorter, have
-their own pictures, ENV.sac.png and ENV.lbc.png. A picture shows each seed as a thin line, the interquartile
+their own pictures, ENV.sac.png and ENV.lbc.png, and so have those with other environment
+parameters, ENV.sampled.png and ENV.physics.png. A picture shows each seed as a thin line, the interquartile
 mean of all seeds and its 95 % bootstrap interval, over decisions and over time: CPU time if the
 curves have it, otherwise wall time. A point is the mean over the 2 % of the decisions before it.
 There is no mean of all seeds if one of them was stopped early. Old curves without a column
@@ -44,6 +45,8 @@ TARGETS = {
     "HalfCheetah-v5.sac": (9635, "CleanRL, published, at a million"),
     "3DBall": (100, "ML-Agents' benchmark"),
     "3DBall.sac": (100, "ML-Agents' benchmark"),
+    "3DBall.sampled": (100, "the longest episode"),
+    "3DBall.physics": (100, "the longest episode"),
     "Crawler": (2353, "Unity's own policy in this scene"),
     "CartPole-v1": (475, "solved"),
     "CartPole-v1.lbc": (475, "solved"),
@@ -52,6 +55,7 @@ TARGETS = {
     "Basic": (0.93, "ML-Agents' benchmark"),
     "Basic.lbc": (0.93, "ML-Agents' benchmark"),
     "PushBlock": (4.5, "ML-Agents' benchmark"),
+    "Sorter": (1.47, "hand-written, two tiles"),
     "Hallway": (0.7, "ML-Agents' benchmark"),
     "FoodCollector": (10, "ML-Agents' benchmark"),
     "GodotDiscs": (1.7, "solved"),
@@ -79,7 +83,13 @@ GOALS = {
     "Reacher6Dof-v0": ("success", 0.95, 5),
     "ReacherPlane-v0": ("success", 0.95, 5),
 }
-FAMILIES = {"sac": ("sac", "crossq", "tqc"), "lbc": ("lbc",)}  # these have separate pictures
+# These have separate pictures
+FAMILIES = {
+    "sac": ("sac", "crossq", "tqc"),
+    "lbc": ("lbc",),
+    "sampled": ("sampled",),
+    "physics": ("physics",),
+}
 SMOOTH = 0.02  # the share of the decisions over which a curve is smoothed
 POINTS = 200  # points of the mean of all seeds
 OUR_RUNS = ("sb3-settings",)  # our script with SB3's settings; other labels sb3-... are SB3

@@ -87,6 +87,23 @@ QUICK = [
 ]
 FULL = [
     Row(PPO, "3DBall", THREE, 150_000, "--no-compile", sb3="sb3-ppo", sb3_seeds=THREE),
+    Row(
+        PPO,
+        "3DBall",
+        THREE,
+        300_000,
+        "--no-compile --env-parameters 'mass=uniform(0.5,10)' 'scale=uniform(0.75,3)'",
+        label="sampled",
+        evaluate=100,
+    ),
+    Row(
+        PPO,
+        "3DBall",
+        THREE,
+        150_000,
+        "--no-compile --env-parameters gravity=15 scale=2.5",
+        label="physics-new",
+    ),
     Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", evaluate=20),
     Row(
         PPO,

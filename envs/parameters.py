@@ -89,6 +89,13 @@ def draw(parameters, places, rng):
     return values
 
 
+def typical_values(parameter):
+    """Return a number itself, the ends of the ranges of a sampler, or the mean of gaussian."""
+    if isinstance(parameter, float):
+        return [parameter]
+    return parameter.numbers[:1] if parameter.kind == "gaussian" else parameter.numbers
+
+
 def arguments_among(values, places):
     """Return the values that are arguments of the constructor."""
     return {name: value for name, value in values.items() if places[name][0] == ARGUMENT}

@@ -143,6 +143,18 @@ class SyncEnvs:
         self.places |= env_parameters.find_places(self.envs[0], parsed)
         self.parameters |= parsed
 
+    def try_parameter(self, name, value):
+        """Make an env with a value of a parameter, if the parameter is an argument of the constructor, and close it.
+
+        A ValueError or EngineError says why the value can't be used. value: a number or a sampler, whose ends are tried
+        """
+        places = env_parameters.find_places(self.envs[0], [name])
+        for x in env_parameters.typical_values(parse(value)):
+            values = env_parameters.draw({name: x}, places, rng=None)
+            if env_parameters.arguments_among(values, places):
+                self.places |= places
+                self._new_env(0, values).close()
+
     def _draw_parameters(self, i):
         """Give the parameters of env i their values for its next episode."""
         values = env_parameters.draw(self.parameters, self.places, self.rngs[i])

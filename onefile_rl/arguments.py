@@ -640,6 +640,11 @@ class Bounds(nn.Module):
 # The command line
 
 
+def without(lessons, parameters):
+    """Return the parameters of a preset without those that have lessons, which replace them."""
+    return {name: x for name, x in parameters.items() if name not in lessons}
+
+
 def command_line(script, Args, presets, doc):
     """Parse sys.argv and return the arguments, their defaults, and the checkpoint (path, state) or None.
 
@@ -652,9 +657,10 @@ def command_line(script, Args, presets, doc):
     for name in names:
         parser.add_argument(option(name), f"--{name}")
     given, _ = parser.parse_known_args()
+    lessons = {}
     if given.curriculum is not None:
         # An error is one line here, and a box in tyro's output
-        curriculum.read(given.curriculum, report=True)
+        lessons = curriculum.read(given.curriculum, report=True)
 
     sources = [
         name for name in ("resume", "evaluate", "export") if getattr(given, name) is not None
@@ -670,6 +676,7 @@ def command_line(script, Args, presets, doc):
         default = defaults_of_build(Args, given)
     else:
         default = defaults_of_env(Args, presets, given)
+        default.env_parameters = without(lessons, default.env_parameters)
 
     # tyro has flags with two states only, and --compile has a third, its default.
     flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}

@@ -9,6 +9,7 @@ when the share of the run that is done is above it (measure progress). This is c
 lesson applies to each agent from its next episode on.
 """
 
+import difflib
 import errno
 import reprlib
 import stat
@@ -39,6 +40,7 @@ CRITERIA = {
     "signal_smoothing": None,
     "require_reset": None,
 }
+SAMPLER = ("sampler_type", "sampler_parameters")
 SAMPLERS = {
     "uniform": {"min_value": 0.0, "max_value": 1.0},
     "gaussian": {"mean": 1.0, "st_dev": 1.0},
@@ -124,6 +126,8 @@ def read_block(content, where):
     for name, value in content.items():
         check_name(name, where)
         place = f"{where}: {name}"
+        if isinstance(value, dict) and difflib.get_close_matches(name, [BLOCK], cutoff=0.8):
+            raise ValueError(f"{place}: did you mean {BLOCK}?")
         if isinstance(value, dict) and "curriculum" in value:
             check_keys(value, ("curriculum",), place)
             lessons = value["curriculum"]
@@ -140,7 +144,7 @@ def read_block(content, where):
                 ]
             }
         else:
-            block[name] = read_value(value, place, not_used)
+            block[name] = read_value(value, place, not_used, may_have_lessons=True)
     return block, list(dict.fromkeys(not_used))
 
 
@@ -154,7 +158,9 @@ def check_name(name, where):
 def check_keys(entry, allowed, place):
     for key in entry:
         if key not in allowed:
-            raise ValueError(f"{place} has {shown(key)}: allowed are {', '.join(allowed)}")
+            near = difflib.get_close_matches(key, allowed, 1) if isinstance(key, str) else []
+            fix = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(allowed)}"
+            raise ValueError(f"{place} has {shown(key)}: {fix}")
 
 
 def read_lesson(lesson, is_last, place, not_used):
@@ -210,15 +216,16 @@ def read_criteria(criteria, place, not_used):
     }
 
 
-def read_value(value, place, not_used):
-    """Return a number, or the text of a sampler."""
+def read_value(value, place, not_used, may_have_lessons=False):
+    """Return a number, or the text of a sampler. may_have_lessons: for the message about a wrong key."""
     try:
         if not isinstance(value, dict):
             return plain_value(parse(value))
     except ValueError as error:
         raise ValueError(f"{place} is {shown(value)}: {error}") from None
 
-    check_keys(value, ("sampler_type", "sampler_parameters"), place)
+    kinds = ("curriculum", *SAMPLER) if may_have_lessons else SAMPLER
+    check_keys(value, kinds, place)
     kind = value.get("sampler_type")
     if kind not in SAMPLERS:
         raise ValueError(f"{place}.sampler_type is {shown(kind)}: give {', '.join(KINDS)}")

@@ -32,6 +32,19 @@ def is_entity_column(spec):
     return columns
 
 
+def is_traced(x):
+    """Return whether this call is recorded, to be compiled, exported or translated to numpy: its shapes must not depend
+    on values."""
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return recorded or not isinstance(x, torch.Tensor)
+
+
+def count_used(rows):
+    """Return the number of rows up to the last one that any agent of the batch uses, at least 1."""
+    used = (rows != 0).any(2).any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 1
+
+
 class Entities(nn.Module):
     """Replace the entities of each sensor by one vector, to which their order and the padding make no difference."""
 
@@ -79,22 +92,26 @@ class Attention(nn.Module):
 
     def forward(self, entities, own):
         rows = entities.reshape(-1, self.rows, self.size)
+        num_rows = self.rows
+        if not is_traced(rows):
+            num_rows = count_used(rows)
+            rows = rows[:, :num_rows]
         is_there = (rows.abs().amax(2, True) > 0).float()  # (batch, rows, 1)
 
         # Embed. Layers get one row per entity
-        x = self.embed(entities.reshape(-1, self.size)).reshape(-1, self.rows, UNITS)
+        x = self.embed(rows.reshape(-1, self.size)).reshape(-1, num_rows, UNITS)
         if own is not None:
             x = x + self.embed_own(own)[:, None]
         x = self.norm(self.activation(x)).reshape(-1, UNITS)
 
         # Attend to the entities, in each head
-        heads = self.query_key_value(x).reshape(-1, self.rows, 3 * HEADS, UNITS // HEADS)
+        heads = self.query_key_value(x).reshape(-1, num_rows, 3 * HEADS, UNITS // HEADS)
         heads = heads.transpose(1, 2)
         query, key, value = heads[:, :HEADS], heads[:, HEADS:-HEADS], heads[:, -HEADS:]
         scores = query @ key.transpose(2, 3) / math.sqrt(UNITS // HEADS)
         scores = scores + (is_there.transpose(1, 2)[:, None] - 1.0) * 1e8
         attended = (scores.softmax(3) @ value).transpose(1, 2).reshape(-1, UNITS)
-        x = self.output_norm(x + self.output(attended)).reshape(-1, self.rows, UNITS)
+        x = self.output_norm(x + self.output(attended)).reshape(-1, num_rows, UNITS)
 
         # Mean over the entities
-        return (x * is_there).sum(1) / is_there.sum(1).clamp(1.0, float(self.rows))
+        return (x * is_there).sum(1) / is_there.sum(1).clamp(1.0, float(num_rows))

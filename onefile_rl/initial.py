@@ -33,14 +33,17 @@ def start_from(path, state, keep, partly):
     """
     taken = []
     misfits = {}
+    new = []
     for name, thing in keep.items():
         saved = state["kept"].get(name)
         prefix = "" if name == "agent" else f"{name}."
         if isinstance(thing, nn.Module):
-            fit, problems = match(thing.state_dict(), parts_of(thing), saved, prefix)
+            fit, problems = match(tensors_of(thing), parts_of(thing), saved, prefix)
+            problems = {part.removesuffix(".") or name: x for part, x in problems.items()}
         elif name.startswith("parameters of "):  # of an optimizer, outside of all modules
             fit, problems = match(thing, {key: key for key in thing}, saved, prefix)
         else:
+            new.append(name)
             continue
         taken += fit
         misfits |= problems
@@ -50,14 +53,16 @@ def start_from(path, state, keep, partly):
         more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
         fix = "--init-partly starts what does not fit new"
         raise ValueError(f"--init-from {path} does not fit: {named}{more}: {fix}")
-    if not taken:
-        raise ValueError(f"--init-from {path}: nothing of it fits, leave --init-from out")
-    for name in not_finite({name: theirs for name, _, theirs in taken}, ""):
+    of_agent = set(tensors_of(keep["agent"]))
+    if not any(name in of_agent for name, _, _ in taken):
+        raise ValueError(f"--init-from {path}: nothing of its agent fits, leave --init-from out")
+    for name in not_finite({name: theirs.to(ours.dtype) for name, ours, theirs in taken}, ""):
         raise ValueError(f"--init-from {path}: {printable(name)} is not finite")
     for _, ours, theirs in taken:
         ours.copy_(theirs)
 
-    print(f"Starting from {path} after {state['global_step']:,} decisions", flush=True)
+    started = f"Starting from {path} after {state['global_step']:,} decisions"
+    print(f"{started}; new: {', '.join(new)}" if new else started, flush=True)
     for name, problem in misfits.items():
         print(f"{printable(name)} starts new: it {problem}", flush=True)
     for name in sorted(state["kept"].keys() - keep.keys()):
@@ -67,10 +72,16 @@ def start_from(path, state, keep, partly):
         print(f"The attribute {attribute} of the agent starts with the script's value", flush=True)
 
 
+def tensors_of(module):
+    """Return the parameters and buffers of a module that checkpoints keep, by name."""
+    return {name: x for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+
+
 def parts_of(module):
     """Return, by the name of each tensor of a module, the part that must be taken or started new as a whole.
 
-    A layer is a part: a bias belongs to its weight, and a mean to its variance and count.
+    A layer is a part: a bias belongs to its weight, and a mean to its variance and count. The part "" is the module
+    itself.
     """
     parts = {}
     for path, layer in module.named_modules():
@@ -80,7 +91,7 @@ def parts_of(module):
             *layer.named_buffers(recurse=False),
         ]:
             full_name = f"{path}.{name}" if path else name
-            parts[full_name] = path if is_layer and path else full_name
+            parts[full_name] = path if is_layer else full_name
     return parts
 
 
@@ -90,6 +101,7 @@ def match(here, parts, saved, prefix):
     prefix: of the names in messages
     """
     saved = saved if isinstance(saved, dict) else {}
+    saved = {name: x for name, x in saved.items() if isinstance(x, torch.Tensor)}
     problems = {}
     for name, ours in here.items():
         problem = misfit(ours, saved.get(name))
@@ -111,7 +123,7 @@ def match(here, parts, saved, prefix):
 
 def misfit(ours, theirs):
     """Return why a tensor can't be taken, or None."""
-    if not isinstance(theirs, torch.Tensor):
+    if theirs is None:
         return "is not in the checkpoint"
     if ours.shape != theirs.shape:
         return f"is {list(theirs.shape)} in the checkpoint and {list(ours.shape)} here"

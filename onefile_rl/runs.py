@@ -400,6 +400,8 @@ class Run:
         self.agent_attributes = plain_attributes(agent)
         self.script_numbers = self.plain_globals()
 
+        self.try_parameters()
+
         first = None
         self.cpu_clock = CpuClock()
         try:
@@ -438,6 +440,25 @@ class Run:
             self.record_video()
         self.last = time.perf_counter()
         return obs, infos
+
+    def try_parameters(self):
+        """Refuse values of later lessons, and ends of samplers, with which a gymnasium env can't be made."""
+        if not hasattr(self.envs, "try_parameter"):
+            return
+        for name, value in self.given_parameters.items():
+            try:
+                self.envs.try_parameter(name, value)
+            except (ValueError, EngineError) as error:
+                raise ValueError(f"--env-parameters {name}={value}: {error}") from None
+        for name, lessons in self.curriculum.lessons.items():
+            for lesson in lessons:
+                try:
+                    self.envs.try_parameter(name, lesson.value)
+                except (ValueError, EngineError) as error:
+                    where = f"--curriculum: {name} {value_text(lesson.value)}"
+                    if len(lessons) > 1:
+                        where += f", lesson {lesson.name}"
+                    raise ValueError(f"{where}: {error}") from None
 
     def start_from_other(self):
         """Take the weights and statistics of --init-from."""

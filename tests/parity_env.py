@@ -277,6 +277,8 @@ class Tunable(Parity):
     """Parity with environment parameters: the argument `pull`, the attribute `push` and the property `drag`."""
 
     def __init__(self, pull=1.0, level=1):
+        if level < 0:
+            raise ValueError("level must be at least 0")
         self.shift = 0.1 * pull
         self.level = level
         self.push = 0.5

@@ -17,6 +17,9 @@ import pytest
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from onefile_rl import curriculum
+from onefile_rl.arguments import without
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [
@@ -332,12 +335,14 @@ def test_script_commands_parse():
                 if "--unity-path" in args or "--godot-path" in args
                 else module.PRESETS.get(env_id, {})
             )
+            default = module.Args(env_id=env_id, **preset)
+            if "--curriculum" in args:
+                lessons = curriculum.read(ROOT / args[args.index("--curriculum") + 1])
+                default.env_parameters = without(lessons, default.env_parameters)
             flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}
             line = [word for arg in args for word in flags.get(arg, [arg])]
             try:
-                parsed = tyro.cli(
-                    module.Args, default=module.Args(env_id=env_id, **preset), args=line
-                )
+                parsed = tyro.cli(module.Args, default=default, args=line)
                 if "--unity-path" not in args and "--godot-path" not in args:
                     module.check(replace(parsed, compile=None))
             except (SystemExit, ValueError) as error:

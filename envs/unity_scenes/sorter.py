@@ -211,7 +211,8 @@ class Sorter(Drawn):
 
     def drawn(self):
         floor = "0.86 0.84 0.78 1"
-        room = [((0, -0.5, 0), (WALL, WALL, 0.5), floor)]
+        edge = RADIUS + 1.5  # tiles stand on the floor
+        room = [((0, -0.5, 0), (edge, edge, 0.5), floor)]
         bodies = [((0.5, 0.5, 0.5), "0.25 0.45 0.9 1"), ((0.3, 0.06, 0.12), "1 1 1 1")]
         # Tiles from the smallest to the largest number: bright to dark. Touched ones sink into the floor
         for rank in range(PLACES):

@@ -120,14 +120,34 @@ def test_ml_agents_block_is_accepted_as_it_is(capsys):
     assert whole["length"] == "multirangeuniform(7, 10, 15, 20)"
 
 
+@pytest.mark.parametrize("key", ["signal_smoothing", "require_reset", "seed"])
+def test_what_has_no_effect_is_said_in_a_line(key, capsys):
+    """And nothing if ML-Agents' value is that there is no such effect."""
+    for value, has_effect in ((True, True), (False, False)):
+        sampler = {"sampler_type": "uniform"}
+        criteria = {"behavior": "B", "measure": "reward", "threshold": 1, "min_lesson_length": 2}
+        if key == "seed":
+            sampler["sampler_parameters"] = {"seed": 7 if value else -1}
+        else:
+            criteria[key] = value
+        first = {"name": "A", "completion_criteria": criteria, "value": sampler}
+        block = {"a": {"curriculum": [first, {"value": 1}]}, "b": sampler}
+        read = curriculum.read(write(block), report=True)
+        assert read["a"]["curriculum"][0]["value"] == "uniform(0, 1)"
+        lines = capsys.readouterr().out.splitlines()
+        assert [f": {key} has no effect: " in line for line in lines] == [True] * has_effect
+
+
 @pytest.mark.parametrize("name", ["3dball", "sorter"])
 def test_bundled_files_are_valid(name):
     block = curriculum.read(str(ROOT / "envs" / "unity_scenes" / f"{name}.yaml"))
     if name == "sorter":
         steps = block["num_tiles"]["curriculum"]
-        assert [lesson["value"] for lesson in steps] == list(range(2, 22, 2))
+        tiles = [1, *range(2, 22, 2)]
+        assert [lesson["value"] for lesson in steps] == tiles
         thresholds = [lesson["completion_criteria"]["threshold"] for lesson in steps[:-1]]
-        assert thresholds == [0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75]
+        best = np.array([(n + 1) / 2 for n in tiles[:-1]])  # the mean of 1 to n tiles
+        assert thresholds == pytest.approx(0.8 * best)
     else:
         assert block == {"mass": "uniform(0.5, 10)", "scale": "uniform(0.75, 3)"}
 
@@ -146,7 +166,15 @@ BAD_FILES = [
     ("a: {curriculum: 3}", "a.curriculum is 3: give a list of lessons"),
     ("a: {curriculum: [3]}", "a.curriculum[0] is 3: give name, value, completion_criteria"),
     ("a: {curriculum: [{name: x}]}", "a.curriculum[0] has no value"),
-    ("a: {curriculum: [{valu: 1}]}", "a.curriculum[0] has 'valu': allowed are name, value"),
+    ("a: {curriculum: [{valu: 1}]}", "a.curriculum[0] has 'valu': did you mean value?"),
+    ("a: {curriculum: [{steps: 1}]}", "a.curriculum[0] has 'steps': allowed are name, value"),
+    ("environment_paramters: {a: 1}", "paramters: did you mean environment_parameters?"),
+    ("a: {curriculm: [{value: 1}]}", "a has 'curriculm': did you mean curriculum?"),
+    ("a: {number: 1}", "a has 'number': allowed are curriculum, sampler_type, sampler_parameters"),
+    (
+        "a: {curriculum: [{value: 1, completion_criterion: {threshold: 1}}, {value: 2}]}",
+        "a.curriculum[0] has 'completion_criterion': did you mean completion_criteria?",
+    ),
     (
         "a: {curriculum: [{value: 1}, {value: 2}]}",
         "a.curriculum[0] has no completion_criteria, and it is not the last lesson",
@@ -283,6 +311,23 @@ def test_bad_parameters_are_one_line(line, problem, tmp_path):
 def test_what_has_no_parameters_is_refused(line, problem, tmp_path):
     write({"mass": 2.0}, "ok.yaml")
     assert_refused(ppo, line, problem, tmp_path)
+
+
+def test_lessons_replace_the_parameters_of_a_preset(monkeypatch):
+    """Sorter's preset has a number of tiles. A number on the command line beside the lessons is an error."""
+    import ppo_discrete_multiagent as ppo_discrete
+
+    seen = []
+    monkeypatch.setattr(ppo_discrete, "train", seen.append)
+    file = str(ROOT / "envs" / "unity_scenes" / "sorter.yaml")
+    line = ["ppo_discrete_multiagent.py", "--env-id", "Sorter", "--curriculum", file]
+    monkeypatch.setattr(sys, "argv", line)
+    ppo_discrete.main()
+    assert seen[0].env_parameters == {} and len(seen[0].curriculum["num_tiles"]["curriculum"]) == 11
+    assert ppo_discrete.PRESETS["Sorter"]["env_parameters"] == {"num_tiles": 2.0}
+    monkeypatch.setattr(sys, "argv", [*line, "--env-parameters", "num_tiles=3"])
+    with pytest.raises(SystemExit, match="--env-parameters num_tiles: --curriculum sets it too"):
+        ppo_discrete.main()
 
 
 def test_actor_processes_have_no_lessons():
@@ -537,6 +582,37 @@ def test_an_argument_of_the_constructor_is_as_in_env_kwargs():
             observations.append([envs.step(actions)[0].tobytes() for _ in range(30)])
             assert envs.get_attr("level") == (2,) and type(envs.get_attr("level")[0]) is int
     assert observations[0] == observations[1]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "block", "problem"),
+    [
+        ({}, {"level": lessons(1, 2, -7)}, "--curriculum: level -7, lesson L2: .* at least 0"),
+        ({}, {"level": "uniform(-3, 2)"}, r"--curriculum: level uniform\(-3, 2\): .* at least 0"),
+        ({"level": "uniform(1,2)", "pull": 1.0}, {}, None),
+        (
+            {"level": "uniform(-1, 2)"},
+            {},
+            r"--env-parameters level=uniform\(-1, 2\): .* at least 0",
+        ),
+    ],
+)
+def test_a_value_that_the_env_refuses_is_an_error_before_the_run(parameters, block, problem):
+    """Also of a later lesson: the env is made once with each of them."""
+    settings = dict(total_timesteps=64, env_parameters=parameters, curriculum=block)
+    if problem is None:
+        assert train(**settings)
+        return
+    with pytest.raises(ValueError, match=problem):
+        train(**settings)
+    assert not Path("runs").exists()
+
+
+def test_a_lesson_with_other_spaces_is_an_error_before_the_run():
+    block = {"joints": lessons(2, 3)}
+    with pytest.raises(ValueError, match="--curriculum: joints 3, lesson L1: .* needs the same"):
+        train(env_id="Reacher2Dof-v0", total_timesteps=64, curriculum=block)
+    assert not Path("runs").exists()
 
 
 def test_an_argument_that_changes_the_spaces_is_an_error():

@@ -146,6 +146,30 @@ def test_padding_gets_no_gradient():
     assert all(parameter.grad.abs().sum() > 0 for parameter in attention.parameters())
 
 
+def test_rows_that_no_agent_uses_are_not_computed(monkeypatch):
+    """Outputs and gradients are those of all rows."""
+    torch.manual_seed(0)
+    attention = Attention(20, 3, 2)
+    embed, seen = attention.embed.forward, []
+    attention.embed.forward = lambda x: seen.append(len(x)) or embed(x)
+    entities = torch.zeros(5, 20, 3)
+    entities[:, :3] = torch.randn(5, 3, 3)
+    entities[2, 4] = 1e-30
+    entities[3] = 0
+    own = torch.randn(5, 2)
+    weights = torch.randn(5, UNITS)
+    results = []
+    for all_rows in (False, True):
+        monkeypatch.setattr("onefile_rl.entities.is_traced", lambda x, all_rows=all_rows: all_rows)
+        attention.zero_grad()
+        output = attention(entities.reshape(5, -1), own)
+        (output * weights).sum().backward()
+        results.append([output, *(p.grad.clone() for p in attention.parameters())])
+    assert seen == [5 * 5, 5 * 20]
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+
+
 def test_features_are_the_own_columns_and_a_vector_per_sensor():
     entities = Entities(SPEC)
     obs = torch.as_tensor(observations(4))
@@ -365,6 +389,16 @@ def test_other_sensors_of_two_dimensions_are_part_of_the_vector(scripted):
     envs, _ = scripted([{NAME: [agent_info(0, [[[3, 4], [5, 6]], [7]])]}])
     assert envs.single_observation_space.shape == (5,) and envs.sensors == [(2, 2), 1]
     assert envs.entities == {}
+
+
+def test_goal_observations_are_plain_inputs(scripted):
+    """A sensor whose Observation Type is Goal Signal is a part of the vector, in its place."""
+    info = agent_info(0, [[1.0, 2.0], [0.0, 1.0], [5.0]])
+    info["observations"][1]["observation_type"] = 1
+    envs, _ = scripted([{NAME: [info]}])
+    obs, _ = envs.reset()
+    assert obs.tolist() == [[1, 2, 0, 1, 5]]
+    assert envs.sensors == [2, 2, 1] and envs.entities == {}
 
 
 class Envs:
