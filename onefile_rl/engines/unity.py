@@ -38,6 +38,7 @@ from mlagents_envs.side_channel.stats_side_channel import StatsSideChannel
 PATIENCE = 200
 RESET = 1  # the command that starts new episodes
 MOST_ACTIONS = 100_000  # of an agent: continuous actions and the options of all branches
+MOST_OBSERVATIONS = 1_000_000  # numbers of an agent, images aside
 PNG = b"\x89PNG\r\n\x1a\n"
 VARIABLE_SIZE = 4  # property of a dimension: rows that are not used are zeros
 SAME_SENSORS = "all agents of a behavior need the same sensors"
@@ -628,6 +629,9 @@ class UnityLayout(Layout):
             raise UnityPlayerError(
                 f"{behavior}, sensor {name}: its shape is {shape}, but it sends {sent}"
             )
+        if self.vector_size + size > MOST_OBSERVATIONS:
+            what = f"its agents observe more than {MOST_OBSERVATIONS:,} numbers"
+            raise UnityPlayerError(f"{behavior}, sensor {name}: {what}: use fewer, or images")
         end = start + sensor.float_data.ByteSize()
         self.vectors.append((i, end - start, end - 4 * size, end))
         if len(shape) == 2 and size and sensor.dimension_properties[:1] == [VARIABLE_SIZE]:

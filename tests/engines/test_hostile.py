@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from onefile_rl.engines import process, unity_wire
-from onefile_rl.engines.unity import Player, UnityPlayerError, UnityPlayerGone
+from onefile_rl.engines.unity import Player, UnityLayout, UnityPlayerError, UnityPlayerGone
 from onefile_rl.engines.unity_wire import (
     ACK,
     DATA,
@@ -1001,3 +1001,15 @@ def test_random_frames(frames):
     ends_in_one_line(
         PREFACE + b"".join(frame(*parts) for parts in frames) + RECORDED[len(PREFACE) :]
     )
+
+
+def test_more_observations_than_memory_is_refused():
+    message = UnityMessageProto()
+    spec = message.unity_output.rl_initialization_output.brain_parameters.add().action_spec
+    spec.num_continuous_actions = 1
+    agent = message.unity_output.rl_output.agentInfos["Ball"].value.add()
+    for shape in ((600_000,), (200, 3000)):  # the second one are entities
+        sensor = agent.observations.add(shape=shape, dimension_properties=[4, 1])
+        sensor.float_data.data.extend([0.0] * 600_000)
+    with pytest.raises(UnityPlayerError, match="observe more than 1,000,000 numbers"):
+        UnityLayout("Ball", agent.observations, spec)
