@@ -544,8 +544,8 @@ def train(args, resumed=None):
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout of batch_size rows; a rank of a distributed run also stops when the
-            # others have enough. One thread for torch: the environments need the other cores
+            # Collect a rollout. One thread for torch: the environments need the other cores. In a
+            # distributed run, a rank also stops when the others have enough
             torch.set_num_threads(1)
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action

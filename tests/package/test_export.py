@@ -40,6 +40,8 @@ def test_weights_are_matrices_and_other_constants_are_vectors(action_dim, tmp_pa
         "Sub": lambda step, x, y: x - y,
         "Mul": lambda step, x, y: x * y,
         "Clip": lambda step, x: x.clip(step["min"], step["max"]),
+        "Max": lambda step, x, y: np.maximum(x, y),
+        "Min": lambda step, x, y: np.minimum(x, y),
         "Tanh": lambda step, x: np.tanh(x),
     }
     for step in program["steps"]:
