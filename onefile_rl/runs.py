@@ -657,7 +657,8 @@ class Run:
         self.last = now
         for update in self.compiling:
             if update.seconds is not None:
-                print(f"\nCompiled the update in {update.seconds:.1f} s", flush=True)
+                if update.compiled is not None:
+                    print(f"\nCompiled the update in {update.seconds:.1f} s", flush=True)
                 self.seconds[what] -= update.seconds
                 self.compiling = [other for other in self.compiling if other is not update]
 

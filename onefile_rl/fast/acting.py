@@ -7,10 +7,13 @@ translation. Where something can't be translated, the module itself acts, and a 
 """
 
 import copy
+import inspect
 import math
 import operator
 import sys
+import traceback
 import types
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -247,10 +250,18 @@ class Acting:
                 raise NotTranslated("an act() whose result changes from call to call")
         except NotTranslated as reason:
             self.act_with_torch_because(reason)
-        except (
-            Exception
-        ):  # the tracer raises all kinds of errors, for example for a branch on an observation
-            self.act_with_torch_because("the Python code of act()")
+        except Exception as error:  # of the tracer, for example for a branch on an observation
+            self.act_with_torch_because(f"the Python code of act(){self.place_in_script(error)}")
+
+    def place_in_script(self, error):
+        """Return the line of the agent's file at which the error was raised, as text."""
+        file = inspect.getfile(type(self.agent))
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
+        return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
     def is_equal(self, obs):
         state = torch.get_rng_state()

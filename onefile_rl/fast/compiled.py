@@ -165,7 +165,7 @@ class CompiledUpdate:
 
     def first_call(self, inputs):
         print(
-            "\nCompiling the update: a few seconds, half a minute the very first time", flush=True
+            "\nCompiling the update: a few seconds, up to a minute the very first time", flush=True
         )
         start = time.perf_counter()
         self.watch_tensors(inputs)
