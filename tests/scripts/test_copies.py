@@ -357,6 +357,19 @@ def test_what_is_compiled_in_cannot_change_in_silence(where):
     train(script, compile=False)
 
 
+def test_code_that_numpy_acting_cannot_translate_is_named_with_its_line(capsys, monkeypatch):
+    """A branch on an observation: the module acts, and the message names the file and the line."""
+    line = "        action_mean = self.actor_mean(x)\n"
+    branch = "        if x.sum() > 1e9:\n            action_mean = -action_mean\n"
+    script = copy_of("ppo_continuous_multiagent.py", (line, line + branch))
+    monkeypatch.setattr(fast.Acting, "told", set())
+    train(script)
+    source = Path(script.__file__).read_text()
+    number = source[: source.index("if x.sum() > 1e9")].count("\n") + 1
+    place = f"{Path(script.__file__).name}, line {number}"
+    assert f"does not support the Python code of act() ({place})" in capsys.readouterr().out
+
+
 @needs_compiler
 def test_what_cannot_be_compiled_runs_all_the_same(capsys, monkeypatch):
     """A branch on a number that is a tensor when it is compiled: by itself the script goes on without, and --compile
@@ -368,7 +381,8 @@ def test_what_cannot_be_compiled_runs_all_the_same(capsys, monkeypatch):
     script = copy_of("ppo_continuous_multiagent.py", (line, branch + line))
     monkeypatch.setattr("onefile_rl.runs.WORTH", 1)
     folder = train(script)
-    assert "The update is not compiled: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "The update is not compiled: " in out and "Compiled the update" not in out
     assert state_of(script, folder)["global_step"] == 192
     with pytest.raises(ValueError, match="--compile: torch can't compile this update: .*"):
         train(script, compile=True)
