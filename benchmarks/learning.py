@@ -584,6 +584,15 @@ def run_all(args, more):
         pool.shutdown(cancel_futures=True)
 
 
+def with_absolute_paths(more):
+    """Return the options of a script with absolute paths of files: it runs in another folder."""
+    before = ["", *more]
+    return [
+        str(Path(word).resolve()) if option in ("--curriculum", "--init-from") else word
+        for option, word in zip(before, more, strict=False)
+    ]
+
+
 def find_script(name):
     """Return the path of a script, relative to the current folder or to the repository."""
     for path in (Path(name), ROOT / name):
@@ -624,6 +633,7 @@ def main():
     )
     parser.add_argument("--label", help="the name of the curve, instead of the script's name")
     args, more = parser.parse_known_args()
+    more = with_absolute_paths(more)
     args.out = args.out.resolve() if args.out else None
     if args.what == "plot":
         import plots

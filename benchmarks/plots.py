@@ -55,7 +55,7 @@ TARGETS = {
     "Basic": (0.93, "ML-Agents' benchmark"),
     "Basic.lbc": (0.93, "ML-Agents' benchmark"),
     "PushBlock": (4.5, "ML-Agents' benchmark"),
-    "Sorter": (1.47, "hand-written, two tiles"),
+    "Sorter": (1.47, "hand-written policy, two tiles"),
     "Hallway": (0.7, "ML-Agents' benchmark"),
     "FoodCollector": (10, "ML-Agents' benchmark"),
     "GodotDiscs": (1.7, "solved"),

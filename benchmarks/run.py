@@ -51,6 +51,7 @@ HALL = (
     "--player-args=--agents=64 --num-steps 64 --num-minibatches 8 --update-epochs 4 "
     "--learning-rate 1e-3 --ent-coef 0.02 --no-norm-reward --hidden-sizes 128 128 --activation silu"
 )
+LESSONS = f"--curriculum {learning.ROOT / 'envs' / 'unity_scenes' / 'sorter.yaml'}"
 
 
 @dataclass
@@ -156,6 +157,7 @@ FULL = [
         sb3_seeds=THREE,
     ),
     Row(DISCRETE, "PushBlock", THREE, 500_000, "--no-compile", evaluate=96),
+    Row(DISCRETE, "Sorter", ONE, 3_000_000, f"--no-compile {LESSONS}", label="curriculum"),
     Row(DISCRETE, "GodotRover", ONE, 200_000, "--no-compile", evaluate=200),
     Row(DISCRETE, "CartPoleBlind-v0", THREE, 300_000, f"--no-compile {BLIND}", evaluate=100),
     Row(LSTM, "CartPoleBlind-v0", THREE, 300_000, evaluate=100),

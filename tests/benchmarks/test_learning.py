@@ -2,6 +2,7 @@
 reported and stops no other."""
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -167,3 +168,12 @@ def test_bad_input_is_one_line(tmp_path, line, match):
         out.stderr
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_options_are_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("learning")
+    monkeypatch.chdir(tmp_path)
+    more = ["--seed", "3", "--curriculum", "a.yaml", "--init-from", "runs/x", "--compile"]
+    expected = [*more[:3], f"{tmp_path}/a.yaml", "--init-from", f"{tmp_path}/runs/x", "--compile"]
+    assert module.with_absolute_paths(more) == expected

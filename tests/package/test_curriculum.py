@@ -146,8 +146,8 @@ def test_bundled_files_are_valid(name):
         tiles = [1, *range(2, 22, 2)]
         assert [lesson["value"] for lesson in steps] == tiles
         thresholds = [lesson["completion_criteria"]["threshold"] for lesson in steps[:-1]]
-        best = np.array([(n + 1) / 2 for n in tiles[:-1]])  # the mean of 1 to n tiles
-        assert thresholds == pytest.approx(0.8 * best)
+        best = np.array([(n + 1) / 2 for n in tiles[1:-1]])  # the mean of 1 to n tiles
+        assert thresholds == pytest.approx([0.98, *0.8 * best])
     else:
         assert block == {"mass": "uniform(0.5, 10)", "scale": "uniform(0.75, 3)"}
 
