@@ -280,9 +280,7 @@ class Member:
         self.ready = False
         self.trains = True  # whether its process runs; afterwards a policy plays its agents
         self.holds = set()  # the numbers of the players that wait for its actions
-        self.sending = (
-            set()
-        )  # those of them that it is about to answer: it has answered others in this step
+        self.plan = set()  # those that it is about to answer: it has begun to, or was told to
 
 
 class Seat:
@@ -297,7 +295,6 @@ class Seat:
         self.message = None  # the last one, until it is answered
         self.asked = {}  # the members that have not answered it: whether their agents request decisions
         self.answers = []
-        self.told = set()  # the members that act elsewhere first
         self.backlog = {}  # side channels for the next message of a member
         self.sent_at = 0.0
         self.idle = 0.0  # seconds of simulation since agents that are trained have acted last
@@ -442,10 +439,8 @@ class Hub:
             return
         del seat.asked[member]
         seat.answers.append(answer)
-        for other in self.seats:
-            other.told.discard(member)
-        member.sending = member.sending or set(member.holds)
-        member.sending.discard(seat.worker)
+        member.plan = member.plan or set(member.holds)
+        member.plan.discard(seat.worker)
         member.holds.discard(seat.worker)
         self._answer_when_complete(seat)
 
@@ -467,7 +462,7 @@ class Hub:
         self.policies[member.behavior] = folder
         member.trains = False
         member.holds.clear()
-        member.sending.clear()
+        member.plan.clear()
         for player in self.players:
             self._add_policy(player, member.behavior)
             player.behavior = self._trained_names()
@@ -505,11 +500,10 @@ class Hub:
         seat.resets = {}
         seat.answers = []
         seat.asked = {}
-        seat.told = set()
         seat.player = None
         for member in self.members:
             member.holds.discard(seat.worker)
-            member.sending.discard(seat.worker)
+            member.plan.discard(seat.worker)
             self._send(member, seat.worker, GONE, str(error).encode())
             if seat.worker in member.channels:
                 self.lost.add(member.channels.pop(seat.worker))
@@ -618,19 +612,17 @@ class Hub:
         if any(not seat.started or seat.message is None for seat in self.seats):
             return
         members = [m for m in self.members if m.trains]
-        if any(m.sending for m in members):
+        if any(m.plan for m in members):
             return
         if not all(decides for seat in self.seats for decides in seat.asked.values()):
             return  # an end is answered at once
-        waits_for = {
-            m: [s for s in self.seats if m not in s.asked and m not in s.told] for m in members
-        }
-        if any(m.holds and not waits_for[m] for m in members):
+        holding = [m for m in members if m.holds]
+        if any(len(m.holds) == len(self.seats) for m in holding):
             return  # it acts
-        for member in members:
-            if member.holds:
-                for seat in waits_for[member]:
-                    seat.told.add(member)
+        for member in holding:
+            member.plan = set(member.holds)
+            for seat in self.seats:
+                if member not in seat.asked:
                     self._send(member, seat.worker, ELSEWHERE)
 
     def _check_times(self, simulating):
