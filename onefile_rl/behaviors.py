@@ -151,8 +151,9 @@ def start(script, Args, presets, doc, check):
         for behavior in behaviors:
             lines[behavior] = words_of(behavior, old_folder)
             sys.argv = [argv[0], *lines[behavior]]
-            # The first process prints the notices about the command line, if there are any
-            with contextlib.redirect_stdout(sys.stdout if "--help" in argv else io.StringIO()):
+            # The processes print the notices about the command line
+            wants_help = {"-h", "--help"} & set(argv)
+            with contextlib.redirect_stdout(sys.stdout if wants_help else io.StringIO()):
                 parsed[behavior] = command_line(script, Args, presets, doc)
             check(parsed[behavior][0])
     finally:
@@ -194,7 +195,9 @@ class Child:
             start_new_session=True,
         )
         self.running = True
-        self.reader_gone = False
+        self.reader_gone = (
+            None  # the exception, if the reader of the output is gone, as with `| head`
+        )
         streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self.threads = [threading.Thread(target=self.relay, args=x, daemon=True) for x in streams]
         for thread in self.threads:
@@ -208,8 +211,8 @@ class Child:
                 try:
                     with PRINTING:
                         print(f"[{self.member.behavior}] {text}", file=target, flush=True)
-                except (OSError, ValueError):  # the reader of the output is gone, as with `| head`
-                    self.reader_gone = True
+                except (OSError, ValueError) as error:
+                    self.reader_gone = error
 
     def has_ended(self):
         """Return whether the process has just ended. All of its output is printed then."""
@@ -280,9 +283,9 @@ def serve(hub, children, received, main_folder, script):
         hub.step()
         if received and not hub.training:
             raise KeyboardInterrupt
-        if any(child.reader_gone for child in children):
-            raise BrokenPipeError
         for child in children:
+            if child.reader_gone:
+                raise child.reader_gone
             if child.has_ended():
                 code = child.process.returncode
                 codes.add(code)

@@ -220,6 +220,12 @@ class SharedEnvs:
 # The hub
 
 
+def requests_decisions(message):
+    """Return whether an agent in a message requests a decision."""
+    infos = message.unity_output.rl_output.agentInfos.values()
+    return any(not info.done for agents in infos for info in agents.value)
+
+
 class HubPlayer(Player):
     """A player whose agents are trained in several processes. `is_trained(name)` says which behaviors these are."""
 
@@ -290,7 +296,8 @@ class Seat:
         self.worker = worker
         self.player = None
         self.resets = {}  # the first answers of the members that have connected, until the player is started
-        self.specimens = {}  # from a behavior to the message that describes it
+        self.specimens = {}  # from a behavior to a message in which its agents request decisions
+        self.brains = {}  # the description of the actions of each behavior and team
         self.started = False
         self.message = None  # the last one, until it is answered
         self.asked = {}  # the members that have not answered it: whether their agents request decisions
@@ -343,16 +350,19 @@ class Hub:
     def close(self):
         close_all(self.players)
         self.listener.close()
-        channels = [x for member in self.members for x in member.channels.values()]
-        for channel in [*self.strangers, *self.lost, *channels]:
+        for channel in self._channels():
             channel.close()
 
     def stop(self):
         """Tell all processes to stop at once."""
-        for member in self.members:
-            for channel in member.channels.values():
-                with suppress(OSError):
-                    channel.send(STOP)
+        self.listener.close()  # a process that is about to connect notices this
+        for channel in self._channels():
+            with suppress(OSError):
+                channel.send(STOP)
+
+    def _channels(self):
+        channels = [x for member in self.members for x in member.channels.values()]
+        return [*self.strangers, *self.lost, *channels]
 
     def _is_trained(self, name):
         return any(m.trains and belongs_to(name, m.behavior) for m in self.members)
@@ -525,9 +535,16 @@ class Hub:
         player._find_trained()
         seat.started = True
         seat.idle = 0.0
+        seat.brains |= player.brains
         for member in self.members:
             if member.trains:
-                self._send(member, seat.worker, SPECIMEN, seat.specimens[member.behavior])
+                # All teams that have appeared so far, also those that came after the specimen
+                specimen, _ = player.part(
+                    seat.specimens[member.behavior], member.behavior, brains=seat.brains.values()
+                )
+                version = player.package_version
+                specimen.unity_output.rl_initialization_output.package_version = version
+                self._send(member, seat.worker, SPECIMEN, specimen.SerializeToString())
         if self.training:
             self._distribute(seat)
 
@@ -539,16 +556,9 @@ class Hub:
             for member in self.members:
                 if member.behavior in seat.specimens:
                     continue
-                part, _ = player.part(seat.message, member.behavior, brains=player.brains.values())
-                agents = [
-                    info
-                    for agents in part.unity_output.rl_output.agentInfos.values()
-                    for info in agents.value
-                ]
-                if any(not info.done for info in agents):
-                    version = player.package_version
-                    part.unity_output.rl_initialization_output.package_version = version
-                    seat.specimens[member.behavior] = part.SerializeToString()
+                part, _ = player.part(seat.message, member.behavior)
+                if requests_decisions(part):
+                    seat.specimens[member.behavior] = part
             missing = [m.behavior for m in self.members if m.behavior not in seat.specimens]
             if not missing:
                 return
@@ -578,10 +588,8 @@ class Hub:
             if count == 0 and len(backlog) < LARGEST_BACKLOG:
                 seat.backlog[member] = backlog
                 continue
-            infos = part.unity_output.rl_output.agentInfos.values()
-            decides = any(not info.done for agents in infos for info in agents.value)
-            seat.asked[member] = decides
-            if decides:
+            seat.asked[member] = requests_decisions(part)
+            if seat.asked[member]:
                 member.holds.add(seat.worker)
             self._send(member, seat.worker, MESSAGE, part.SerializeToString())
         self._answer_when_complete(seat)

@@ -270,6 +270,26 @@ def test_a_behavior_that_appears_later_is_trained(monkeypatch):
         assert members.serve() == {long: [1000.0], short: [1000.0]}
 
 
+def test_a_team_that_appears_before_the_last_behavior_is_trained(monkeypatch):
+    long, short = NAMES
+    team = "Long?team=1"
+    script = [
+        {long: [info(long, 0, 1)]},
+        {team: [info(long, 1, 2)]},
+        {short: [info(short, 2, 3)]},
+        {team: [info(long, 1, 1000)], short: [info(short, 2, 1000)]},
+    ]
+    player = ScriptedPlayer(script, SPECS | {team: (2, ())})
+    with closing(make_hub([player], names=("Long", short))) as hub:
+        members = Members(monkeypatch, hub)
+        for name in ("Long", short):
+            members.start(
+                name, lambda envs, name=name: play(envs, long if name == "Long" else short)
+            )
+        assert members.serve()["Long"] == []
+    assert [list(reply.agent_actions) for reply in player.replies[2:]] == [[short]]
+
+
 def test_a_behavior_that_does_not_exist_is_refused_with_those_that_do(monkeypatch):
     player = ScriptedPlayer([{NAMES[0]: [info(NAMES[0], 0, 1)]}] * 300, SPECS)
     with closing(make_hub([player], names=(NAMES[0], "Shrot"))) as hub:
