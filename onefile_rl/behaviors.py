@@ -77,12 +77,12 @@ def asked_for():
     return (given.behavior, None) if len(given.behavior) > 1 else ([], None)
 
 
-def words_of(behavior, old_folder):
-    """Return the command line of the process that trains one of the behaviors."""
+def words_of(line, behavior, old_folder=None):
+    """Return the command line of the process that trains one of the behaviors that `line` names."""
     words = []
     skip = False
-    for word in sys.argv[1:]:
-        name, _, value = word.partition("=")
+    for word in line:
+        name, _, _ = word.partition("=")
         if word.startswith("--"):
             skip = False
         if name == "--behavior":
@@ -149,7 +149,7 @@ def start(script, Args, presets, doc, check):
     parsed = {}
     try:
         for behavior in behaviors:
-            lines[behavior] = words_of(behavior, old_folder)
+            lines[behavior] = words_of(argv[1:], behavior, old_folder)
             sys.argv = [argv[0], *lines[behavior]]
             # The processes print the notices about the command line
             wants_help = {"-h", "--help"} & set(argv)

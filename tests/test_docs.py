@@ -15,6 +15,8 @@ from pathlib import Path
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from onefile_rl import behaviors
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [
@@ -331,6 +333,7 @@ def test_script_commands_parse():
             )
             flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}
             line = [word for arg in args for word in flags.get(arg, [arg])]
+            line = behaviors.words_of(line, "A")  # each of several behaviors
             try:
                 parsed = tyro.cli(
                     module.Args, default=module.Args(env_id=env_id, **preset), args=line

@@ -218,8 +218,15 @@ def test_a_player_that_is_killed_is_started_again_for_both(tmp_path):
     assert_complete(only_run(tmp_path), 2560)
 
 
-def test_lines_that_cannot_work_are_refused_before_any_work_starts(tmp_path):
-    refused = lambda line, match, script=ppo: assert_refused(script, line, match, tmp_path)
+def test_lines_that_cannot_work_are_refused_before_any_work_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def refused(line, match, script=ppo):
+        with pytest.raises(SystemExit) as caught:
+            call(script, monkeypatch, *line.split())
+        assert match in str(caught.value) and len(str(caught.value).strip().splitlines()) == 1
+        assert not Path("runs").exists()
+
     refused("--env-id WallClimb --behavior A A", "an agent has one policy, give each behavior once")
     refused("--env-id WallClimb --behavior A A?team=0", "an agent has one policy")
     refused("--env-id WallClimb --behavior A? A!", "two of them need the same folder")
@@ -227,8 +234,8 @@ def test_lines_that_cannot_work_are_refused_before_any_work_starts(tmp_path):
     refused("--env-id GodotRover --behavior A B", "several behaviors are for Unity scenes")
     refused(BOTH, "trains one behavior", lbc)
     refused(f"{BOTH} --num-steps 0", "--num-steps 0: must be above 0")
-    Path(tmp_path / "policy.onnx").write_bytes(b"")
-    others = f"--others BigWall={tmp_path}/policy.onnx"
+    Path("policy.onnx").write_bytes(b"")
+    others = "--others BigWall=policy.onnx"
     refused(f"{BOTH} {others}", "--others BigWall: this is a behavior that is trained")
     refused("--unity-path no/such --behavior A B", "no/such: no player found")
 
@@ -271,8 +278,10 @@ def test_each_behavior_completes_its_own_lessons():
             behaviors.check_run(args, ["Big", "Small"], ppo.__file__)
 
 
-def test_a_folder_that_names_other_places_is_refused(tmp_path):
+def test_a_folder_that_names_other_places_is_refused(tmp_path, monkeypatch):
     for content in ({"A": "../A"}, {"A": 3}, {"-x": "-x"}, {}, ["A"]):
         (tmp_path / "behaviors.json").write_text(json.dumps(content))
-        out = run_script(ppo, f"--resume {tmp_path}", tmp_path)
-        assert out.returncode == 1 and "behaviors.json is not valid" in out.stderr
+        with pytest.raises(ValueError, match="behaviors.json is not valid"):
+            folders_of(tmp_path)
+    with pytest.raises(SystemExit, match="behaviors.json is not valid"):
+        call(ppo, monkeypatch, "--resume", tmp_path)
