@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_refused, call, curve, run_script
+from conftest import ROOT, ScriptedPlayer, agent, assert_refused, call, curve, run_script
 
+import crossq_continuous as crossq
 import lbc_discrete as lbc
 import ppo_continuous_multiagent as continuous
 import ppo_discrete_multiagent as ppo
+import sac_continuous as sac
 from onefile_rl import behaviors
 from onefile_rl.checkpoints import folders_of
 
@@ -216,6 +218,37 @@ def test_a_player_that_is_killed_is_started_again_for_both(tmp_path):
             rf"\[{name}\] player 0 .*exit code -9.*restarting it \(attempt 1 of 3\)", out
         )
     assert_complete(only_run(tmp_path), 2560)
+
+
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        (continuous, "--num-steps 8 --num-minibatches 2 --update-epochs 1"),
+        (sac, "--learning-starts 8 --batch-size 4 --buffer-size 100"),
+        (crossq, "--learning-starts 8 --batch-size 4 --buffer-size 100"),
+    ],
+)
+def test_scripts_for_continuous_actions_train_behaviors_of_different_sizes(tmp_path, script, more):
+    messages = []
+    for step in range(400):
+        ended = step % 10 == 9
+        runners = [agent(i, [[step % 7, i]], 1.0) for i in (0, 1)]
+        chasers = [agent(5, [[1.0, step % 5, 0.5]], 0.5)] if step % 2 == 0 else []
+        if ended:
+            runners += [agent(i, [[step % 7, i]], 1.0, done=True) for i in (0, 1)]
+        messages.append({"Runner?team=0": runners, "Chaser?team=1": chasers})
+    player = ScriptedPlayer(messages, specs={"Runner?team=0": (2, ()), "Chaser?team=1": (1, ())})
+    line = f"--unity-path editor --base-port {player.port} --behavior Runner Chaser {more}"
+    line += " --total-timesteps 64 --hidden-sizes 4 --no-compile --max-restarts 0"
+    out = run_script(script, line, tmp_path)
+    assert out.returncode == 0, out.stdout + out.stderr
+    run = only_run(tmp_path)
+    sizes = {}
+    for name in ("Runner", "Chaser"):
+        state = torch.load(run / name / "checkpoint.pt", weights_only=True)
+        sizes[name] = (state["spec"]["obs_dim"], state["spec"]["action_dim"])
+        assert state["global_step"] >= 64
+    assert sizes == {"Runner": (2, 2), "Chaser": (3, 1)}
 
 
 def test_lines_that_cannot_work_are_refused_before_any_work_starts(tmp_path, monkeypatch):
