@@ -137,6 +137,11 @@ PRESETS = {
         num_steps=64, num_minibatches=8, update_epochs=3, ent_coef=5e-3, anneal_lr=False,
         norm_reward=False, hidden_sizes=(128, 128), activation="silu",
     ),
+    # Two behaviors: --behavior BigWall SmallWall. All agents may be of the same one for a while
+    "WallClimb": dict(
+        total_timesteps=60_000, max_agents=24, num_steps=64, num_minibatches=8, update_epochs=4,
+        learning_rate=1e-3, ent_coef=0.01, norm_obs=False, norm_reward=False,
+    ),
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from envs.parameters import ARGUMENT
 from envs.rendering import load_triton, use_tracking_camera, video_writer
 from envs.sync import RecordedEnvs, SyncEnvs
 from godot_vec_env import GodotVecEnv
+from onefile_rl.engines import shared
 from onefile_rl.engines.scenes import GODOT_SCENES, SCENES, engine
 from unity_vec_env import UnityVecEnv
 
@@ -131,6 +132,10 @@ class UnityEnvs(HybridRows, UnityVecEnv):
         )
 
 
+class SharedUnityEnvs(shared.SharedEnvs, UnityEnvs):
+    """UnityEnvs of a run that trains one of several behaviors: see onefile_rl/behaviors.py."""
+
+
 class GodotEnvs(HybridRows, GodotVecEnv):
     """GodotVecEnv for the scripts, with an explanation for callers of get_attr and set_attr."""
 
@@ -159,7 +164,8 @@ def make_unity_envs(args, seed, video=None, **more):
             "base_port": None,
             "player_args": player_args,
         }
-    envs = UnityEnvs(args.unity_path or args.env_id, seed=seed, **settings)
+    Envs = SharedUnityEnvs if shared.settings() and not video else UnityEnvs
+    envs = Envs(args.unity_path or args.env_id, seed=seed, **settings)
     return envs, f"{len(envs.players)} Unity player(s), {envs.num_envs} agents"
 
 

@@ -186,7 +186,7 @@ class Args:
     godot_path: str | None = None
     """the Godot game to launch (exported, or a folder with project.godot), or "editor" to wait for its Play button"""
     behavior: str | None = None
-    """the Unity behavior (all its teams, or one: NAME?team=0) or Godot policy to train, for games that have several"""
+    """the Unity behavior (all its teams, or one: NAME?team=0) or Godot policy to train; A B: a Unity policy for each"""
     others: Policies = field(default_factory=dict)
     """policies of Unity behaviors that are not trained: NAME=FILE.onnx or NAME=runs/NAME; by default, random actions"""
     num_players: int = 1

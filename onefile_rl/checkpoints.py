@@ -3,9 +3,11 @@ running code."""
 
 import builtins
 import hashlib
+import json
 import math
 import os
 import random
+import re
 import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ except ImportError:  # Windows: two processes that train one run are not detecte
     fcntl = None
 
 FORMAT = 4
+FOLDERS = "behaviors.json"  # in the folder of a run that trains several behaviors
 
 # The types of a checkpoint's entries. Those of "envs" depend on the kind of envs.
 NUMBER = (int, float)
@@ -404,6 +407,28 @@ def open_own_file(path):
     return open(number, "r+", errors="replace")
 
 
+def folder_name(text):
+    """Return a text as the name of a folder."""
+    return re.sub(r"[^\w.+-]+", "-", text)
+
+
+def folders_of(path):
+    """Return the folder of each behavior, by name, if `path` is the folder of a run that trains several behaviors, else
+    None."""
+    try:
+        folders = json.loads(Path(path, FOLDERS).read_text())
+    except (OSError, ValueError):
+        return None
+    names = folders.items() if isinstance(folders, dict) else []
+    valid = all(isinstance(x, str) and x == folder_name(name) for name, x in names)
+    printed = all(name.isprintable() and not name.startswith("-") for name, _ in names)
+    if not names or not valid or not printed:
+        raise ValueError(
+            f"{Path(path, FOLDERS)} is not valid: it names other folders than those of behaviors"
+        )
+    return folders
+
+
 def fingerprint(script):
     """Return a hash of the script, to notice that it was changed."""
     return hashlib.sha256(Path(script).read_bytes()).hexdigest()
@@ -419,6 +444,9 @@ def load(path, script, any_script=False):
     """
     path = Path(path)
     if path.is_dir():
+        if folders := folders_of(path):
+            runs = " or ".join(str(path / folder) for folder in folders.values())
+            raise ValueError(f"{path} has a run for each behavior: give {runs}")
         path = path / "checkpoint.pt"
     state = read(path)
     version = state.get("format") if isinstance(state, dict) else None

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from onefile_rl import distributed, fast, initial, signals
+from onefile_rl import behaviors, distributed, fast, initial, signals
 from onefile_rl.arguments import (
     COMMON,
     FREE,
@@ -162,6 +161,10 @@ def raise_interrupt(number, _):
 
 class NotSaved(Exception):
     """The run has ended, and its last state is not on the disk, or not all of it."""
+
+
+class Complete(ValueError):
+    """The run to resume has reached its total."""
 
 
 class Run:
@@ -333,7 +336,8 @@ class Run:
 
     def stopped(self):
         step = self.snapshot["global_step"]
-        resume = f"python {self.script.name} --resume {self.folder}"
+        whole_run = self.folder.parent if behaviors.folder() else self.folder
+        resume = f"python {self.script.name} --resume {whole_run}"
         return f"Stopped after {step} decisions. Resume with: {resume}"
 
     # Start
@@ -378,6 +382,8 @@ class Run:
         play: see evaluate.evaluate()
         description: printed in the first line
         """
+        if hasattr(self.envs, "wait_for_others"):  # the processes of other behaviors
+            self.envs.wait_for_others()
         self.agent = agent
         self.spec = spec
         self.total = total
@@ -534,10 +540,7 @@ class Run:
             torch.manual_seed(seed)
 
     def make_folder(self):
-        name = re.sub(r"[^\w.+-]+", "-", self.args.env_id.split(":")[-1])
-        self.folder = Path(
-            "runs", f"{name}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
-        )
+        self.folder = behaviors.folder() or Path("runs", behaviors.new_folder_name(self.args))
         if self.folder.exists():
             raise ValueError(
                 f"{self.folder} exists already: wait a second, or give another --exp-name"
@@ -574,7 +577,7 @@ class Run:
 
             wandb.init(
                 project=args.wandb_project_name,
-                id=self.folder.name,
+                id="__".join(self.folder.parts[-2:] if behaviors.folder() else [self.folder.name]),
                 resume="allow",
                 config=vars(args),
                 sync_tensorboard=True,
@@ -980,7 +983,7 @@ class Run:
                 for leftover in videos.glob(".*.tmp.*"):  # of a process that was killed
                     leftover.unlink(missing_ok=True)
         if self.global_step >= self.total:
-            raise ValueError(
+            raise Complete(
                 f"{path} has {self.global_step} decisions: give a larger --total-timesteps to continue"
             )
         if not in_place:
@@ -1371,6 +1374,11 @@ def interrupted_run(args, script):
     return load(folder, script)
 
 
+def export_own_policy(script, args, Agent):
+    """Export the policy of this process, which plays the agents of its behavior while others are still trained."""
+    export_checkpoint(args, *load(behaviors.folder(), script), script, Agent)
+
+
 def main(
     script, doc, Args, presets, train, Agent, make_envs, describe, check, play=play_vectors, free=()
 ):
@@ -1383,9 +1391,14 @@ def main(
     sys.stdout = Output(sys.stdout)
     started = False
     try:
+        if behaviors.start(script, Args, presets, doc, check):
+            return
         args, default, checkpoint = command_line(script, Args, presets, doc)
         check(args)
         started = True
+        complete = False  # the run had reached its total before
+        if behaviors.folder():
+            args.curriculum = behaviors.own_lessons(args.curriculum, args.behavior)
         fast.Acting.allowed = args.fast
         interrupted = None
         if args.evaluate is None and args.export is None:
@@ -1404,7 +1417,12 @@ def main(
                     raise ValueError(f"{option(name)} {shortened(given)}: {theirs}, leave it out")
             check_changed_args(*checkpoint, args, check)
             check_agent(*checkpoint, Agent, args)
-            train(args, checkpoint)
+            try:
+                train(args, checkpoint)
+            except Complete:
+                if not behaviors.folder():
+                    raise
+                complete = True
         elif checkpoint:
             if distributed.SIZE > 1:
                 raise ValueError(
@@ -1416,6 +1434,10 @@ def main(
                 evaluate_checkpoint(args, *checkpoint, script, Agent, make_envs, describe, play)
         else:
             train(args)
+        if behaviors.folder():
+            export_own_policy(script, args, Agent)
+            if complete:
+                raise SystemExit(behaviors.COMPLETE)
     except (EngineError, NotSaved) as error:
         raise SystemExit(f"\n{printable_lines(error)}") from None
     except (ValueError, FloatingPointError) as error:

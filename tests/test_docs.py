@@ -17,7 +17,7 @@ import pytest
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onefile_rl import curriculum
+from onefile_rl import behaviors, curriculum
 from onefile_rl.arguments import without
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -341,6 +341,7 @@ def test_script_commands_parse():
                 default.env_parameters = without(lessons, default.env_parameters)
             flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}
             line = [word for arg in args for word in flags.get(arg, [arg])]
+            line = behaviors.words_of(line, "A")  # each of several behaviors
             try:
                 parsed = tyro.cli(module.Args, default=default, args=line)
                 if "--unity-path" not in args and "--godot-path" not in args:

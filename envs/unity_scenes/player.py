@@ -17,6 +17,8 @@
     update()                                    FixedUpdate of the agents
     physics()                                   the physics step and its collisions
     mask(agents)                                optional: True where a discrete action is forbidden
+    behavior_of(agents)                         optional: the behavior of each agent, in scenes with several; all of
+                                                them are in `behaviors`, and have the same sensors and actions
     draw_frame(height, width)                   optional: an image of the scene, if it has no MuJoCo model
     pose()                                      optional: called before an image is rendered
 
@@ -88,6 +90,7 @@ class Academy:
         self.count = 0  # fixed steps since the last full reset
         self.total = 0  # fixed steps since the start
         self.outbox = []
+        self.senders = []  # the behavior of each entry in the outbox
         self.stats = []
         scene.academy = self
 
@@ -156,6 +159,17 @@ class Academy:
             self.acts[agents] = False
 
     def _put(self, agents, done=False, interrupted=False):
+        """Add agents to the outbox, those of each behavior together."""
+        if not hasattr(self.scene, "behavior_of"):
+            self._put_behavior(self.scene.behavior, agents, done, interrupted)
+            return
+        names = self.scene.behavior_of(agents)
+        for name in self.scene.behaviors:
+            if (names == name).any():
+                self._put_behavior(name, agents[names == name], done, interrupted)
+
+    def _put_behavior(self, name, agents, done, interrupted):
+        self.senders.append(name)
         observations = self.scene.observe(agents)
         self.outbox.append(
             (agents, self.id[agents], observations, self.reward[agents], done, interrupted)
@@ -169,12 +183,18 @@ class Academy:
         outbox = self.outbox
         self.outbox = []
         actions = self.exchange(outbox)
+        self.senders = []
         if actions is None:
             self.reset()
             return
+        continuous, discrete = actions
+        start = 0
         for agents, *_, done, _ in outbox:
-            if not done and len(actions[0]):
-                self.continuous[agents], self.discrete[agents] = actions
+            if not done and len(continuous):
+                end = start + len(agents)
+                self.continuous[agents] = continuous[start:end]
+                self.discrete[agents] = discrete[start:end]
+                start = end
 
 
 class Link:
@@ -184,6 +204,7 @@ class Link:
         self.wire = Wire.connect(port)
         self.parameters = Parameters()
         self.heads = None
+        self.described = set()  # the behaviors whose actions were sent
         hello = UnityMessageProto()
         output = hello.unity_output.rl_initialization_output
         output.name = "AcademySingleton"
@@ -208,13 +229,12 @@ class Link:
                     self.heads.append(image_head(name, shape, self.channels_first))
                 else:
                     self.heads.append(sensor_head(name, shape))
-            brains = output.rl_initialization_output.brain_parameters
-            spec = brains.add(brain_name=scene.behavior, is_training=True).action_spec
-            spec.num_continuous_actions = scene.continuous
-            spec.num_discrete_actions = len(scene.branches)
-            spec.discrete_branch_sizes.extend(scene.branches)
-        infos = output.rl_output.agentInfos[scene.behavior].value
-        for agents, ids, observations, rewards, done, interrupted in outbox:
+        for (agents, ids, observations, rewards, done, interrupted), name in zip(
+            outbox, self.academy.senders, strict=True
+        ):
+            if name not in self.described:
+                self._describe(scene, name, output.rl_initialization_output.brain_parameters)
+            infos = output.rl_output.agentInfos[name].value
             sensors = serialized(self.heads, observations)
             masks = (
                 scene.mask(agents).tolist()
@@ -243,10 +263,21 @@ class Link:
         reply = self._call(message)
         if reply.command == RESET:
             return None
-        actions = reply.agent_actions[scene.behavior].value
+        actions = []
+        for (*_, done, _), name in zip(outbox, self.academy.senders, strict=True):
+            if not done:
+                actions += reply.agent_actions[name].value
         return [list(a.continuous_actions) for a in actions], [
             list(a.discrete_actions) for a in actions
         ]
+
+    def _describe(self, scene, name, brains):
+        """Add the actions of a behavior to a message. Unity does so with the behavior's first agent."""
+        spec = brains.add(brain_name=name, is_training=True).action_spec
+        spec.num_continuous_actions = scene.continuous
+        spec.num_discrete_actions = len(scene.branches)
+        spec.discrete_branch_sizes.extend(scene.branches)
+        self.described.add(name)
 
     def _call(self, message):
         message.header.status = 200

@@ -441,10 +441,13 @@ class Process:
         self.slots = None  # the slots of its agents
         self.requesting = None  # the slots whose agents requested a decision in its last message
         self.failures = 0  # how often in a row it was lost
+        self._start(path, command, base_port)
 
+    def _start(self, path, command, base_port):
+        """Listen for the connection of the game, and launch it."""
         # Listen before the launch: the game connects as soon as it runs.
         default_port = self.editor_port if command is None else 0  # 0: any free port
-        port = default_port if base_port is None else base_port + worker
+        port = default_port if base_port is None else base_port + self.worker
         if not 0 <= port < 2**16:
             raise self.Error(
                 f"--base-port {base_port}: port {port} does not exist, choose a port below 65536"

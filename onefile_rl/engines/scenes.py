@@ -13,6 +13,7 @@ SCENES = (
     "MixedHybrid",
     "PushBlock",
     "Sorter",
+    "WallClimb",
 )
 # Bundled scenes that need Godot 4.
 GODOT_SCENES = ("GodotDiscs", "GodotRover")

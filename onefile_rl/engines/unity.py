@@ -486,13 +486,17 @@ class Player(Process):
                     actions[name].value.add(continuous_actions=numbers, discrete_actions=options)
             elif continuous is not None:
                 actions[name].MergeFromString(self.layout.serialize(continuous[start:end]))
+        self._add_untrained_actions(actions)
+        self.send_message(message)
+
+    def _add_untrained_actions(self, actions):
+        """Add the actions of the agents that are not trained and requested a decision in the last message."""
         for name, infos in self.untrained.items():
             if infos and (policy := self._policy(name)):
                 self._add_policy_actions(actions[name].value, name, infos, policy)
             else:
                 self._add_random_actions(actions[name].value, infos, self.action_specs[name])
         self.untrained = {}
-        self.send_message(message)
 
     def _new_message(self):
         message = UnityMessageProto()

@@ -7,7 +7,8 @@ A player (unity.Player or godot.Game) is one process of the game, with these met
     start()                               return the first Message
     reset()                               tell the game to start new episodes
     send_actions(continuous, discrete)    send the actions, one row per agent that requested a decision
-    receive()                             return the next Message
+    receive()                             return the next Message, or None if the game goes on only when the agents of
+                                          the other players have acted (see shared.py)
     close()                               end the game
 
 A step calls `send_actions` of every player, then `receive` until every player has an agent that requests a decision.
@@ -88,6 +89,7 @@ class EngineVecEnv(VectorEnv):
         )  # also when Python exits
         self._fresh = True  # no action has been sent since the episodes started
         self._waiting = {}  # the players whose answer is expected, by their sockets
+        self._deferred = {}  # the players whose answer is expected in the next step, by their sockets
         self._statistics = {}
         self._log_due_at = 0.0
         self._short_episodes = 0  # that ended with their first decision, in a row
@@ -124,10 +126,17 @@ class EngineVecEnv(VectorEnv):
         self._clear()
         for player in list(self.players):
             try:
-                self._apply(player, player.start())
+                self._begin(player)
             except PlayerGone as error:
                 self._restart(player, error)
         self._restarted = None  # no decision was pending
+
+    def _begin(self, player):
+        """Apply the first message of a player. One without a decision is waited for together with the other players."""
+        message = player.start()
+        self._apply(player, message)
+        if not message.agents:
+            self._waiting[player.wire.sock] = player
 
     def _connect_again(self, player, error):
         """Replace a player that was lost before its slots are known.
@@ -212,6 +221,8 @@ class EngineVecEnv(VectorEnv):
             self._send(reset=True)
             self._receive()
             self._restarted = None  # no decision was pending
+        elif self._waiting:
+            self._receive()
         self._fresh = False
         return self._copy_obs(), self._make_infos()
 
@@ -334,8 +345,12 @@ class EngineVecEnv(VectorEnv):
         """Send the actions, or the request to start new episodes, to all players. `_receive` waits for the answers."""
         self._check_open()
         self._fresh = False
-        self._waiting = {}
+        self._waiting = self._deferred
+        self._deferred = {}
+        deferred = list(self._waiting.values())
         for player in list(self.players):
+            if player in deferred:  # it still has to answer the actions of an earlier step
+                continue
             try:
                 if reset:
                     player.slots.clear()
@@ -397,8 +412,11 @@ class EngineVecEnv(VectorEnv):
             raise
 
     def _receive_from(self, player, deadline):
-        """Receive one message of a player. Return whether an agent requests a decision in it."""
+        """Receive one message of a player. Return whether this step waits no longer for the player."""
         message = player.receive()
+        if message is None:  # it goes on when the agents of the other players have acted
+            self._deferred[player.wire.sock] = player
+            return True
         self._apply(player, message)
         if message.agents:
             return True
@@ -432,7 +450,7 @@ class EngineVecEnv(VectorEnv):
                         f"{player.name} has {player.num_agents} agents, and had {len(slots)}"
                     )
                 self._drop_episodes(slice(slots.start, slots.stop))
-                self._apply(player, player.start())
+                self._begin(player)
                 return
             except PlayerGone as next_error:
                 error = next_error

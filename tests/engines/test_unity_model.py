@@ -20,12 +20,13 @@ import sac_continuous as sac
 import unity_vec_env
 from onefile_rl import export
 from onefile_rl.engines import unity_model
-from onefile_rl.engines.scenes import SCENES
+from onefile_rl.engines.scenes import SCENES as ALL_SCENES
 from onefile_rl.engines.unity_model import Behavior, check_model, verdict
 
 # The scripts for each scene
 CONTINUOUS = (ppo, sac)
 DISCRETE = (ppo_discrete, ppo_lstm, lbc_discrete)
+SCENES = [scene for scene in ALL_SCENES if scene != "WallClimb"]  # it has several behaviors
 SCRIPTS = dict.fromkeys(SCENES, DISCRETE)
 SCRIPTS |= dict.fromkeys(("3DBall", "Crawler", "Mixed"), CONTINUOUS)
 SCRIPTS |= dict.fromkeys(("FoodCollector", "MixedHybrid"), (ppo_hybrid,))
