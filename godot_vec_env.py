@@ -135,4 +135,7 @@ def main(
 if __name__ == "__main__":
     import tyro
 
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

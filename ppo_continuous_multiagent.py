@@ -493,10 +493,10 @@ def train(args, resumed=None):
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
         # layer can't be translated, agent.act itself is called and a message is printed.
         # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other values of
-        # Python are constants of the compiled code, and a message says so if one changes.
+        # torch.optim. Learning rates and floats of args may change during the run; other Python
+        # values are constants of the compiled code, and a message says so if one changes.
         # --no-fast switches both off. The results are the same up to rounding, unless the agent
-        # draws random numbers for anything else than its actions.
+        # draws random numbers for anything other than its actions.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)

@@ -3,15 +3,15 @@
     python sac_continuous.py --env-id 3DBall                      a bundled Unity scene
     python sac_continuous.py --unity-path ./Builds/MyScene        your Unity build
     python sac_continuous.py --godot-path ./my_game               your Godot game
-    python sac_continuous.py --env-id HalfCheetah-v5              any gymnasium env with bounds
+    python sac_continuous.py --env-id HalfCheetah-v5              any gymnasium env with bounded actions
     python sac_continuous.py --resume runs/NAME                   or --evaluate, --export
 
 Agents in a game request decisions at their own pace. A transition is stored when its reward has
 arrived: with the next decision of the same agent, or at the end of its episode. Only real ends are
 stored as terminated, time limits are not.
 
-Games simulate in their own processes, and the networks are updated meanwhile. The policy that
-acts is then older by the updates of one step. With --no-overlap, and with gymnasium's own vector
+Games simulate in their own processes, and the networks are updated meanwhile. The acting policy
+then lags by the updates of one step. With --no-overlap, and with gymnasium's own vector
 envs, the updates follow the step.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
@@ -70,7 +70,7 @@ class Args(runs.Args):
     batch_size: int = 256
     """the number of transitions per update"""
     updates_per_step: float = 1.0
-    """updates per decision of any agent; fractions are allowed, 0 collects data without learning"""
+    """updates per decision, counted over all agents; fractions are allowed, 0 collects data without learning"""
     policy_frequency: int = 1
     """updates of the Q networks per update of policy and temperature"""
     overlap: bool = True
@@ -80,7 +80,7 @@ class Args(runs.Args):
     tau: float = 0.005
     """the share by which the target networks approach the Q networks at each update"""
     alpha: float = 1.0
-    """the initial temperature, which is the weight of the entropy"""
+    """the temperature, the weight of the entropy; with autotune, its initial value"""
     autotune: bool = True
     """adjust the temperature so that the entropy reaches target_entropy"""
     target_entropy: float | None = None
@@ -285,6 +285,7 @@ class ReplayBuffer:
     There are at most `capacity` final observations. Their memory is used only when it is written.
     """
 
+    # Saved with the buffer: a new array with one row per transition belongs here too
     COLUMNS = ("slots", "obs", "actions", "rewards", "terminated", "next_row")
 
     def __init__(self, capacity, num_slots, obs_dim, action_dim):
@@ -301,7 +302,7 @@ class ReplayBuffer:
         self.next_row = np.zeros(capacity, int)
         self.last_row = np.full(num_slots, -1)  # the transition before the pending decision, or -1
         self.end = self.first_final  # the end of the final observations
-        self.free_rows = []  # rows before the end whose final observation is not needed any more
+        self.free_rows = []  # rows before the end whose final observation is no longer needed
 
     def __len__(self):
         return min(self.num_added, self.capacity)
@@ -421,10 +422,10 @@ def update_critics(agent, q_optimizer, mb, next_noise, args):
     # Sum of the losses of the Q networks: CleanRL differs (4)
     qf_values = agent.qf(agent.obs_rms(mb.obs), mb.actions)
     qf_loss = 0.5 * ((qf_values - next_q_value) ** 2).mean(1).sum()
+    q_optimizer.zero_grad()
     qf_loss.backward()
     distributed.average_gradients(agent.qf.parameters())
     q_optimizer.step()
-    q_optimizer.zero_grad()
 
     # Target networks
     with torch.no_grad():
@@ -451,7 +452,7 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
     actor_loss.backward()
     distributed.average_gradients(agent.actor.parameters())
     actor_optimizer.step()
-    actor_optimizer.zero_grad()
+    actor_optimizer.zero_grad()  # here, so that update_critics starts without its gradients
     metrics = {"losses/actor_loss": actor_loss, "losses/entropy": -log_pi.mean()}
 
     # Temperature: CleanRL differs (4)
@@ -505,10 +506,10 @@ def train(args, resumed=None):
         # translation is compared with agent.act every 1000 calls; where they differ, or where a
         # layer can't be translated, agent.act itself is called and a message is printed.
         # run.compile compiles the updates of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other values of
-        # Python are constants of the compiled code, and a message says so if one changes.
+        # torch.optim. Learning rates and floats of args may change during the run; other Python
+        # values are constants of the compiled code, and a message says so if one changes.
         # --no-fast switches both off. The results are the same up to rounding, unless the agent
-        # draws random numbers for anything else than its actions.
+        # draws random numbers for anything other than its actions.
         act = fast.Acting(agent, enabled=args.fast)
         compiled_update = run.compile(update, num_updates)
         compiled_update_critics = run.compile(update_critics, num_updates)
@@ -520,8 +521,9 @@ def train(args, resumed=None):
         if overlap:
             description += ", updates during simulation"
 
-        # Start or resume. Checkpoints have the agent, `keep` (anything with a state_dict, dicts and
-        # arrays) and the arguments. What is in `large` is saved in files of its own
+        # Start or resume: reset the envs, or restore the checkpoint. Checkpoints contain the agent,
+        # `keep` (anything with a state_dict, dicts and arrays) and the arguments. Objects in
+        # `large`, which have state() and restore(), are saved in files of their own
         next_obs, infos = run.start(
             agent,
             spec,
@@ -540,8 +542,12 @@ def train(args, resumed=None):
         first_update_step = args.learning_starts
         if resumed and len(rb) == 0:
             first_update_step += run.global_step
+            counters["due_updates"] = 0.0
             first = f"{args.learning_starts} decisions of the policy fill a new one"
             print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
+            if args.updates_per_step and first_update_step >= args.total_timesteps:
+                problem = f"nothing would be learned, learning resumes after {first_update_step}"
+                raise ValueError(f"--total-timesteps {args.total_timesteps}: {problem}")
         # If the last save of the buffer failed, it is older than the checkpoint
         counters["normalized"] = min(counters["normalized"], rb.num_added)
         # If the envs could not continue their episodes, those in the buffer end here

@@ -225,4 +225,7 @@ def check_file(path, run, make_envs):
 if __name__ == "__main__":
     import tyro
 
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -83,7 +83,7 @@ def make_envs(args, seed, video=None):
     make = lambda more: make_script_env(args, args.env_kwargs | more)
     envs = SyncEnvs([make({}) for _ in range(args.num_envs)], args.env_parameters, make)
     note_parameters(envs.envs[0], envs.places)
-    return envs, f"{args.num_envs} gymnasium env(s), one after another"
+    return envs, f"{args.num_envs} gymnasium env(s) in one process"
 
 
 def note_parameters(env, places):

@@ -33,7 +33,7 @@ from onefile_rl.engines.files import free_memory
 from onefile_rl.engines.onnx_policy import find_policy, parse_others
 from onefile_rl.engines.printing import printable
 from onefile_rl.engines.samplers import parse
-from onefile_rl.engines.scenes import derive_seed, engine
+from onefile_rl.engines.scenes import PARAMETERS, SCENES, derive_seed, engine
 from onefile_rl.entities import HEADS, UNITS
 from onefile_rl.trust import risks
 
@@ -110,7 +110,11 @@ def parse_parameters(words):
     """Return numbers and texts of samplers, by name. check() refuses other texts."""
     parameters = {}
     for word in words:
-        name, value = word.split("=")
+        name, is_given, value = word.partition("=")
+        if not is_given:
+            raise ValueError(f"{word}: write NAME=VALUE, for example mass=3")
+        if name in parameters:
+            raise ValueError(f"{name} is given twice")
         try:
             parameters[name] = curriculum.plain_value(parse(value))
         except ValueError:
@@ -198,7 +202,7 @@ class Args:
     max_restarts: int = 3
     """the number of consecutive restarts of a crashed or hanging player before the run stops"""
     timeout_wait: float = 60.0
-    """the seconds to wait for an answer of a player or a worker process before it counts as hanging"""
+    """the seconds to wait for an answer from a player or a worker process before it counts as hanging"""
     max_agents: int | None = None
     """the number of agent slots per Unity player; by default, the number of agents in the first step"""
     flat_entities: bool = False
@@ -224,7 +228,7 @@ class Args:
     init_from: str | None = None
     """start with the weights and statistics of this run or checkpoint, runs/NAME or runs/NAME/best.pt"""
     init_partly: bool = False
-    """with --init-from: start what does not fit new, and print a line for each part"""
+    """with --init-from: take what fits, start the rest new, and print a line for each part"""
 
     # Using a run
     resume: str | None = None
@@ -442,6 +446,12 @@ def check_engine_options(args):
         raise ValueError(
             "--curriculum is for Unity scenes and gymnasium envs; let a Godot game choose its lessons itself"
         )
+    if args.env_id in SCENES and not args.unity_path:
+        known = PARAMETERS.get(args.env_id, ())
+        for name in [*args.env_parameters, *args.curriculum]:
+            if name not in known:
+                theirs = f"it has {', '.join(known)}" if known else "it has none"
+                raise ValueError(f"{args.env_id} has no parameter {printable(name)}: {theirs}")
     if args.others and game != "Unity":
         fix = "agents of other policies act at random" if game else "a gymnasium env has none"
         raise ValueError(f"--others is for the behaviors of Unity scenes: leave it out, {fix}")
@@ -683,6 +693,9 @@ def command_line(script, Args, presets, doc):
     words = []
     for word in sys.argv[1:]:
         words += flags.get(word.replace("_", "-"), [word])
+    of = "of this run" if checkpoint else f"for --env-id {default.env_id}"
+    about, _, _ = doc.partition("\n\nDifferences from")  # the list of the differences is long
+    doc = f"{about.rstrip()}\n\nThe defaults below are those {of}."
     return tyro.cli(Args, description=doc, default=default, args=words), default, checkpoint
 
 

@@ -460,9 +460,9 @@ def load(path, script, any_script=False):
         raise ValueError(f"{path} is not a valid checkpoint: {problem}")
     name = Path(script).stem
     if state["script"] != name and not any_script:
-        why = "another network may have the same weights"
+        theirs = f"{printable(state['script'])}.py"
         raise ValueError(
-            f"{path} is a checkpoint of {printable(state['script'])}.py, and this is {name}.py: {why}"
+            f"{path} is a checkpoint of {theirs}, whose network may differ from that of {name}.py: use {theirs}"
         )
     try:
         state["signed"] = is_signed(state)

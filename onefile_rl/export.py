@@ -255,6 +255,9 @@ def clamp_by_tensors():
         given = {name: x for name, x in bounds.items() if not symbolic_helper._is_none(x)}
         if not any(symbolic_helper._get_tensor_rank(bound) for bound in given.values()):
             return symbolic_opset9.clamp(g, x, low, high)
+        numbers = [shared_number(bound) for bound in given.values()]
+        if len(numbers) == 2 and None not in numbers:
+            return g.op("Clip", x, min_f=numbers[0], max_f=numbers[1])
         for name, bound in given.items():
             x = g.op(name, x, bound)
         return x
@@ -264,6 +267,15 @@ def clamp_by_tensors():
         yield
     finally:
         torch.onnx.unregister_custom_op_symbolic("aten::clamp", 9)
+
+
+def shared_number(bound):
+    """Return the number that all elements of a constant of the graph have, or None."""
+    node = bound.node()
+    if not node.kind().endswith("::Constant") or not node.hasAttribute("value"):
+        return None
+    values = node.t("value").flatten().tolist()
+    return values[0] if len(set(values)) == 1 else None
 
 
 def export_checkpoint(args, path, state, script, Agent):

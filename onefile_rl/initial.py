@@ -12,6 +12,7 @@ from onefile_rl.checkpoints import load, not_finite, same_kind
 from onefile_rl.engines.printing import printable
 
 SHOWN = 3  # misfits that a message names
+UNKNOWN = "is in the checkpoint and not in this script"
 
 
 def read(source, script):
@@ -51,7 +52,7 @@ def start_from(path, state, keep, partly):
     if misfits and not partly:
         named = "; ".join(f"{name} {problem}" for name, problem in list(misfits.items())[:SHOWN])
         more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
-        fix = "--init-partly starts what does not fit new"
+        fix = "--init-partly takes what fits, and starts the rest new"
         raise ValueError(f"--init-from {path} does not fit: {named}{more}: {fix}")
     of_agent = set(tensors_of(keep["agent"]))
     if not any(name in of_agent for name, _, _ in taken):
@@ -64,7 +65,8 @@ def start_from(path, state, keep, partly):
     started = f"Starting from {path} after {state['global_step']:,} decisions"
     print(f"{started}; new: {', '.join(new)}" if new else started, flush=True)
     for name, problem in misfits.items():
-        print(f"{printable(name)} starts new: it {problem}", flush=True)
+        what = "is not used" if problem == UNKNOWN else "starts new"
+        print(f"{printable(name)} {what}: it {problem}", flush=True)
     for name in sorted(state["kept"].keys() - keep.keys()):
         print(f"{path} has {printable(name)}, which this script does not have", flush=True)
     for name in state["agent_attributes"]:
@@ -115,9 +117,7 @@ def match(here, parts, saved, prefix):
         for name, ours in here.items()
         if parts.get(name, name) not in problems
     ]
-    unknown = {
-        name: "is in the checkpoint and not in this script" for name in saved if name not in here
-    }
+    unknown = {name: UNKNOWN for name in saved if name not in here}
     return fit, {prefix + name: problem for name, problem in {**problems, **unknown}.items()}
 
 

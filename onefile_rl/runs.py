@@ -174,6 +174,9 @@ class Run:
     def __init__(self, args, script, make_envs, resumed=None):
         self.args = args
         self.script = Path(script)
+        # As the user has called it, so that the printed commands work in the current folder
+        typed = sys.argv[0] if Path(sys.argv[0]).name == self.script.name else self.script.name
+        self.command = f"python {typed}"
         self.make_envs = make_envs
         self.resumed = resumed
         self.fingerprint = fingerprint(script)
@@ -328,7 +331,7 @@ class Run:
             else:
                 print(
                     f"Saved {self.folder}/checkpoint.pt. "
-                    f"Evaluate with: python {self.script.name} --evaluate {self.folder}"
+                    f"Evaluate with: {self.command} --evaluate {self.folder}"
                 )
         elif self.snapshot and not problem:  # beside the error that ended the run
             with contextlib.suppress(OSError):
@@ -337,8 +340,8 @@ class Run:
     def stopped(self):
         step = self.snapshot["global_step"]
         whole_run = self.folder.parent if behaviors.folder() else self.folder
-        resume = f"python {self.script.name} --resume {whole_run}"
-        return f"Stopped after {step} decisions. Resume with: {resume}"
+        resume = f"{self.command} --resume {whole_run}"
+        return f"Stopped after {step:,} decisions. Resume with: {resume}"
 
     # Start
 
@@ -720,13 +723,21 @@ class Run:
                 f"{int(seconds // 3600):02d}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"
             )
         line = f"{self.global_step:>10,} steps {min(1, self.global_step / self.total):4.0%}  return {mean}"
-        line += f"  {self.speed():6.0f} SPS  {shares}  {left} left"
+        line += f"  {self.speed():6.0f} SPS"
+        rest = f"  {left} left"
         if self.last_successes:
-            line += f"  success {np.mean(self.last_successes):.0%}"
+            rest += f"  success {np.mean(self.last_successes):.0%}"
         if self.curriculum.changing():
-            line += f"  {self.curriculum.summary()}"
+            rest += f"  {self.curriculum.summary()}"
         if getattr(self.envs, "restarts", 0):
-            line += f"  {self.envs.restarts} restart(s)"
+            rest += f"  {self.envs.restarts} restart(s)"
+        # A line that is wider than the terminal can't be updated in place
+        width = shutil.get_terminal_size().columns - 1 if self.live else math.inf
+        if len(line) + len(shares) + 2 + len(rest) <= width:
+            line += f"  {shares}"
+        line += rest
+        if len(line) > width:
+            line = line[: int(width)]
         print(
             f"\r{line}\033[K" if self.live else line,
             end="" if self.live and not end else "\n",
@@ -1270,7 +1281,7 @@ class Run:
             if not self.failed:
                 return None
             if gave_up or left <= 0:
-                resume = f"python {self.script.name} --resume {self.folder}"
+                resume = f"{self.command} --resume {self.folder}"
                 fix = "train again" if self.checkpoint_step is None else f"resume with {resume}"
                 return f"{self.failure()}; {self.advice()} and {fix}"
             how = f"waiting {left:.0f} s for room on the disk, press Ctrl-C to give up"

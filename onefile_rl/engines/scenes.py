@@ -15,6 +15,23 @@ SCENES = (
     "Sorter",
     "WallClimb",
 )
+# The environment parameters of bundled scenes. Those that are not here have none.
+PARAMETERS = {
+    "3DBall": ("gravity", "mass", "scale"),
+    "Crawler": (
+        "randomize_mass",
+        "randomize_strength",
+        "randomize_friction",
+        "randomize_damping",
+        "randomize_delay",
+    ),
+    "FoodCollector": ("agent_scale",),
+    "GridWorld": ("gridSize",),
+    "Hallway": ("gravity",),
+    "PushBlock": ("block_drag", "block_scale", "dynamic_friction", "gravity"),
+    "Sorter": ("gravity", "num_tiles"),
+    "WallClimb": ("big_wall",),
+}
 # Bundled scenes that need Godot 4.
 GODOT_SCENES = ("GodotDiscs", "GodotRover")
 

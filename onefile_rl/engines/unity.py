@@ -7,6 +7,7 @@ are in a message.
 import difflib
 import io
 import math
+import os
 import struct
 import sys
 import time
@@ -102,6 +103,8 @@ def find_player(path):
         hint = "On Windows it is NAME.exe beside NAME_Data."
     else:
         hint = "On Linux it is NAME.x86_64 beside NAME_Data."
+    if "/" in path and not os.path.lexists(path):
+        raise UnityPlayerError(f"{path}: no player found, there is no such file or folder. {hint}")
     similar = difflib.get_close_matches(path, SCENES, 1, 0.5)
     suggestion = f" Did you mean {similar[0]}?" if similar else ""
     raise UnityPlayerError(

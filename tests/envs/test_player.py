@@ -1,6 +1,8 @@
 """The player follows Unity's order of a fixed step, and ML-Agents' own client and UnityVecEnv receive the same."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -12,6 +14,7 @@ import pytest
 from conftest import ROOT
 
 from envs.unity_scenes.player import Academy, expects_channels_first
+from onefile_rl.engines import scenes
 from onefile_rl.engines.scenes import SCENES as ALL_SCENES
 from unity_vec_env import UnityVecEnv
 
@@ -376,3 +379,20 @@ def test_images_have_the_declared_order_of_the_client(version, first, monkeypatc
 def test_a_client_of_an_unknown_version_gets_the_old_order():
     assert not any(map(expects_channels_first, ("", "0.30.0", "dev")))
     assert all(map(expects_channels_first, ("1.0.0", "1.1.0.dev0", "2.0")))
+
+
+def test_the_table_of_parameters_has_those_that_the_scenes_read():
+    """Names that a scene does not read are refused, so that a typing error is noticed."""
+    files = {"3DBall": "ball3d"} | {
+        name: name.lower() for name in scenes.SCENES if name != "3DBall"
+    }
+    for scene in scenes.SCENES:
+        module = importlib.import_module(
+            f"envs.unity_scenes.{'mixed' if 'Mixed' in scene else files[scene]}"
+        )
+        source = Path(module.__file__).read_text()
+        read = set(re.findall(r'(?:parameters, |parameters\.get\()"(\w+)"', source))
+        read |= set(getattr(module, "RANGES", ()))
+        if scene == "3DBall":
+            read.add("mass")  # accepted as in Unity, without effect
+        assert set(scenes.PARAMETERS.get(scene, ())) == read, scene

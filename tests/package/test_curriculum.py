@@ -286,6 +286,8 @@ def test_a_curriculum_that_is_not_a_file_is_not_waited_for(make):
         ("--env-parameters mass=nan", "--env-parameters mass=nan: must be a finite number"),
         ("--curriculum missing.yaml", "missing.yaml: can't be read (No such file or directory)"),
         ("--curriculum ok.yaml --env-parameters mass=1", "--curriculum sets it too"),
+        ("--env-parameters mas=1", "3DBall has no parameter mas: it has gravity, mass, scale"),
+        ("--env-id Basic --env-parameters mas=1", "Basic has no parameter mas: it has none"),
     ],
 )
 def test_bad_parameters_are_one_line(line, problem, tmp_path):

@@ -146,7 +146,9 @@ def test_what_does_not_fit_is_named_and_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError) as refused:
         train(init_from=str(source))
     line = str(refused.value)
-    assert "\n" not in line and line.endswith(": --init-partly starts what does not fit new")
+    assert "\n" not in line and line.endswith(
+        ": --init-partly takes what fits, and starts the rest new"
+    )
     assert f"--init-from {source}/checkpoint.pt does not fit: " in line
     assert "has weight that is [6, 8] in the checkpoint and [8, 8] here" in line
     assert "; and 1 more: " in line

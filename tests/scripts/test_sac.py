@@ -540,6 +540,21 @@ def test_resume_without_the_buffer_fills_a_new_one_first(monkeypatch, capsys):
     assert len(seen.losses) == 80 and seen.rb.num_added == 100
 
 
+def test_resume_without_the_buffer_while_a_scene_simulates(monkeypatch):
+    """Updates that were due when the run stopped are not made from an empty buffer."""
+    folder = run(env_id="3DBall", total_timesteps=240, learning_starts=60, updates_per_step=0.1)
+    assert load(folder)["kept"]["counters"]["due_updates"] >= 1
+    seen = spy(monkeypatch)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 480)
+    assert len(seen.losses) > 0 and load(folder)["global_step"] >= 480
+
+
+def test_a_resumed_run_that_would_learn_nothing_is_refused(monkeypatch):
+    folder = run(total_timesteps=100)
+    with pytest.raises(SystemExit, match="nothing would be learned, learning resumes after 120"):
+        call(monkeypatch, "--resume", folder, "--total-timesteps", 110)
+
+
 def test_a_resumed_run_keeps_the_transitions_of_players_that_restart(monkeypatch):
     """Players can't continue their episodes. The last transitions before the stop keep their own next observations."""
     first = spy(monkeypatch)
@@ -582,7 +597,7 @@ def test_a_saved_policy_is_evaluated(monkeypatch, capsys):
     folder = run()
     call(monkeypatch, "--evaluate", folder, "--eval-episodes", 7)
     assert "after 200 decisions, 7 episodes" in capsys.readouterr().out
-    match = "is a checkpoint of sac_continuous.py, and this is ppo_continuous_multiagent.py"
+    match = "is a checkpoint of sac_continuous.py, whose network may differ from that of ppo_continuous_multiagent.py"
     with pytest.raises(SystemExit, match=match):
         import ppo_continuous_multiagent as ppo
 
