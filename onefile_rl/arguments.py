@@ -639,12 +639,13 @@ class Bounds(nn.Module):
     def __init__(self, spec):
         super().__init__()
         for name in ("low", "high"):
-            bounds = spec[name]
-            if isinstance(bounds, float):  # shared by all actions
-                bounds = [bounds] * spec["action_dim"]
+            if isinstance(spec[name], float):  # shared by all actions
+                bounds = torch.full((spec["action_dim"],), spec[name])
+            else:
+                bounds = torch.tensor(spec[name])
             # The largest numbers for infinite ones: all that an agent has must be finite. They are
             # not part of the state_dict: every agent gets them from its spec
-            self.register_buffer(name, torch.tensor(bounds).nan_to_num(), persistent=False)
+            self.register_buffer(name, bounds.nan_to_num(), persistent=False)
 
 
 # The command line
