@@ -687,7 +687,8 @@ def command_line(script, Args, presets, doc):
         default = defaults_of_build(Args, given)
     else:
         default = defaults_of_env(Args, presets, given)
-        default.env_parameters = without(lessons, default.env_parameters)
+        if lessons:  # a parameter of the preset that the file sets too
+            default.env_parameters = without(lessons, default.env_parameters)
 
     # tyro has flags with two states only, and --compile has a third, its default.
     flags = {"--compile": ["--compile", "True"], "--no-compile": ["--compile", "False"]}

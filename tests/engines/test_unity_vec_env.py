@@ -347,9 +347,8 @@ def refuses(match, *args, **kwargs):
 
 
 def test_path_that_does_not_exist():
-    refuses(
-        "nowhere/Game: no player found. .*Bundled scenes: 3DBall, Basic, Crawler", "nowhere/Game"
-    )
+    refuses("nowhere/Game: no player found, there is no such file or folder", "nowhere/Game")
+    refuses("NoScene: no player found. .*Bundled scenes: 3DBall, Basic, Crawler", "NoScene")
     refuses("Did you mean Crawler", "Crawlr")
 
 

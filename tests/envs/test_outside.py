@@ -21,7 +21,7 @@ from envs.pixel_wrappers import make_pixel_env, resize
 from envs.pixels import PixelEnvs
 from envs.sync import SyncEnvs
 from onefile_rl import arguments, checkpoints, runs
-from onefile_rl.engines import errors
+from onefile_rl.engines import errors, samplers
 from onefile_rl.engines.scenes import EngineError
 from onefile_rl.fast import machine
 
@@ -506,9 +506,13 @@ def test_only_deliberate_errors_of_the_project_are_messages(tmp_path):
         except ValueError as error:
             return error
 
+    def one_end_without_the_other():
+        return samplers.Sampler("multirangeuniform", (1.0,)).ranges  # an error of zip
+
     assert errors.is_message(caught(make_env, "NoSuchThing"), "script.py")
     assert not errors.is_message(caught(int, "x"), "script.py")
-    assert not errors.is_message(caught(arguments.parse_parameters, ["a"]), "script.py")
+    assert errors.is_message(caught(arguments.parse_parameters, ["a"]), "script.py")
+    assert not errors.is_message(caught(one_end_without_the_other), "script.py")
 
     # A script is a part of the project, where it raises an error itself
     script = tmp_path / "script.py"

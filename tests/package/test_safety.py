@@ -531,7 +531,7 @@ def test_every_signal_saves_a_checkpoint(ways):
         "Finishing the iteration and saving a checkpoint; press Ctrl-C again to stop at once" in out
     )
     assert (
-        f"Resume with: python ppo_continuous_multiagent.py --resume {folder}" in out
+        f"Resume with: python {ROOT / 'ppo_continuous_multiagent.py'} --resume {folder}" in out
         and "Traceback" not in err
     )
     # 0 if the iteration ended before the second signal

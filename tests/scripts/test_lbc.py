@@ -959,7 +959,7 @@ def test_no_actor_outlives_the_learner(number, tmp_path):
         learner.send_signal(number)
         out = learner.stdout.read()
         assert learner.wait(300) == (0 if number == signal.SIGINT else -9)
-        assert number == signal.SIGKILL or "Resume with: python lbc_discrete.py --resume" in out
+        assert number == signal.SIGKILL or f"Resume with: python {lbc.__file__} --resume" in out
         deadline = time.time() + 60
         while any(is_running(pid) for pid in mine) and time.time() < deadline:
             time.sleep(0.05)
