@@ -482,7 +482,10 @@ def test_all_ranks_continue_an_older_checkpoint_in_the_same_new_folder():
     assert process.returncode == 0, out
     new = new_run(folder)
     assert content(folder) == before and load(new)["global_step"] == 320
-    assert out.count(f"the run continues in {new}") == 1 and f"{new}: 2 ranks" in out
+    assert (
+        out.count(f"the run continues in {new}") == 1
+        and f"{new}: resumed after 64 decisions; 2 ranks" in out
+    )
 
 
 def test_the_best_checkpoint_continues_its_run_if_it_is_the_latest(monkeypatch):
