@@ -303,8 +303,8 @@ class Trainer:
 
     def stopped_step(self):
         """Return the decisions that the trainer reported when it stopped."""
-        steps = re.findall(r"Stopped after (\d+) decisions", self.output)
-        return max(map(int, steps), default=0)
+        steps = re.findall(r"Stopped after ([\d,]+) decisions", self.output)
+        return max(map(to_number, steps), default=0)
 
     def first_step(self):
         """Return the decisions from which the trainer resumed, according to its events."""
@@ -708,7 +708,9 @@ class Job(Run):
 
     def starts(self):
         """Return the folders that the ranks have named at their starts."""
-        return re.findall(r"^(runs/\S+): 2 ranks", self.trainer.output, re.MULTILINE)
+        return re.findall(
+            r"^(runs/\S+): (?:resumed .*; )?2 ranks", self.trainer.output, re.MULTILINE
+        )
 
     def ranks(self):
         """Return the processes of the ranks, by the number of the rank."""

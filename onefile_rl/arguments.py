@@ -656,6 +656,12 @@ def without(lessons, parameters):
     return {name: x for name, x in parameters.items() if name not in lessons}
 
 
+def as_typed(script):
+    """Return the script's path as the user has typed it, so that printed commands work in the current folder."""
+    typed = sys.argv[0]
+    return typed if Path(typed).name == Path(script).name else Path(script).name
+
+
 def command_line(script, Args, presets, doc):
     """Parse sys.argv and return the arguments, their defaults, and the checkpoint (path, state) or None.
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from onefile_rl import distributed, signals
-from onefile_rl.arguments import command_line
+from onefile_rl.arguments import as_typed, command_line
 from onefile_rl.checkpoints import FOLDERS, folder_name, folders_of
 from onefile_rl.engines import shared, waits
 from onefile_rl.engines.process import kill_tree
@@ -184,7 +184,8 @@ class Child:
     def __init__(self, member, script, words, environment, where):
         self.member = member
         self.folder = where
-        command = [sys.executable, script, *words]
+        typed = as_typed(script)
+        command = [sys.executable, typed if Path(typed).exists() else script, *words]
         # Its own session: Ctrl-C reaches this process only, which passes it on
         self.process = subprocess.Popen(
             command,
@@ -312,7 +313,7 @@ def describe_end(child, code, hub, main_folder, script):
             how = signal.Signals(-code).name
     line = f"\n{child.member.behavior} has ended with {how}, and the run stops"
     if hub.training:
-        line += f". Resume with: python {Path(script).name} --resume {main_folder}"
+        line += f". Resume with: python {as_typed(script)} --resume {main_folder}"
     return line
 
 

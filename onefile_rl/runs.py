@@ -41,6 +41,7 @@ from onefile_rl.arguments import (
     FREE,
     Args,
     Bounds,
+    as_typed,
     batch_sizes,
     bounds,
     check,
@@ -174,9 +175,7 @@ class Run:
     def __init__(self, args, script, make_envs, resumed=None):
         self.args = args
         self.script = Path(script)
-        # As the user has called it, so that the printed commands work in the current folder
-        typed = sys.argv[0] if Path(sys.argv[0]).name == self.script.name else self.script.name
-        self.command = f"python {typed}"
+        self.command = f"python {as_typed(script)}"
         self.make_envs = make_envs
         self.resumed = resumed
         self.fingerprint = fingerprint(script)
@@ -309,7 +308,7 @@ class Run:
             stack.callback(setattr, threading, "excepthook", self.excepthook)
             stack.callback(distributed.leave)
             stack.callback(self.envs.close)
-            if self.made_folder and not self.snapshot:
+            if self.made_folder and not self.snapshot and self.checkpoint_step is None:
                 stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if self.lock:
                 stack.callback(self.lock.close)

@@ -118,7 +118,7 @@ class Model:
     def __init__(self, path):
         import onnx
 
-        if not Path(path).is_file():
+        if not Path(path).exists():
             raise ValueError(f"{path} is not an ONNX model: there is no such file")
         self.path = path
         try:

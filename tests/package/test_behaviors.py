@@ -172,7 +172,7 @@ def test_a_signal_saves_all_behaviors(tmp_path, number):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     run = only_run(tmp_path)
-    resume = f"Resume with: python {Path(ppo.__file__).name} --resume runs/{run.name}\n"
+    resume = f"Resume with: python {ppo.__file__} --resume runs/{run.name}\n"
     assert out.count(resume) == 2
     assert all(count > 0 for count in steps(run).values())
     assert_all_end(pids)
@@ -184,7 +184,7 @@ def test_a_killed_process_stops_the_run_and_the_others_are_saved(tmp_path):
     os.kill(child_of(process, "SmallWall"), signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
     run = only_run(tmp_path)
-    line = f"SmallWall has ended with SIGKILL, and the run stops. Resume with: python {ppo.__name__}.py --resume"
+    line = f"SmallWall has ended with SIGKILL, and the run stops. Resume with: python {ppo.__file__} --resume"
     assert process.returncode == 1 and f"{line} runs/{run.name}\n" in out and "Traceback" not in out
     assert (run / "BigWall" / "checkpoint.pt").exists()
     assert_all_end(pids)
