@@ -25,8 +25,8 @@ the advantages of V-trace. So there are three losses per network.
 The papers are GDI (Fan & Xiao, ICML 2022) and LBC (Fan et al., ICLR 2023). Where GDI leaves
 something open, or where something else worked better here, this script decides as follows. The
 numbers are those of the comments at the lines:
- 1. Rewards are shaped first and scaled afterwards. Values should stay within about 10. This
-    matters most.
+ 1. Rewards are shaped first and then multiplied by --reward-scale. It should keep values within
+    about 10: no other setting matters as much.
  2. The gradients of V inside Q, and of the policy inside E[A], are stopped. Retrace bootstraps
     with the expected Q of the next state, which is V by construction. GDI's appendix has the Q of
     the sampled action.
@@ -36,9 +36,9 @@ numbers are those of the comments at the lines:
     index that the bandits estimate to be best.
  5. An episode that is cut by a time limit or a lost player gets one extra row. It has the final
     observation, and only its value is used, to bootstrap. So the state after a row is always that
-    of the next row, and no trace passes the extra row, because rho and c are 0 there. Gradients
-    are clipped network by network, because k multiplies them by up to 50.
- 6. Adam without weight decay, and small sequences and batches: GDI's numbers are for Atari with
+    of the next row, and no trace passes the extra row, because rho and c are 0 there.
+ 6. Gradients are clipped network by network, because k multiplies them by up to 50.
+ 7. Adam without weight decay, and small sequences and batches: GDI's numbers are for Atari with
     160 envs.
 """
 
@@ -83,7 +83,8 @@ class Args(runs.Args):
     window: int = 400
     """the number of episodes that --bandit window uses"""
     num_actors: int = 0
-    """the number of actor processes, each with num_envs envs; 0 acts in this process"""
+    """the number of actor processes, each with num_envs envs; 0 acts in this process. An iteration
+    collects a sequence for each of the num_actors * num_envs envs"""
     learning_rate: float = 1e-3
     """the learning rate of the optimizer"""
     anneal_lr: bool = True
@@ -93,7 +94,7 @@ class Args(runs.Args):
     replay_size: int = 400
     """sequences in the replay buffer"""
     batch_size: int = 32
-    """sequences per update: new ones, as many as there are envs, and replayed ones"""
+    """sequences per update: new ones, as many as there are envs in all actors, and replayed ones"""
     num_updates: int = 2
     """updates per iteration; 0 updates the normalization statistics only"""
     gamma_1: float = 0.99
@@ -102,7 +103,7 @@ class Args(runs.Args):
     """the discount factor per decision of network 2"""
     shaping_1: Literal["none", "log", "root"] = "none"
     """the shaping of network 1's rewards: log is 2 log(1 + r), or -log(1 - r) below 0; root is
-    (1 + r)^(1/4) - 1"""
+    sign(r) ((1 + |r|)^(1/4) - 1) + 0.001 r"""
     shaping_2: Literal["none", "log", "root"] = "none"
     """the shaping of network 2's rewards"""
     reward_scale: float = 0.1
@@ -210,7 +211,7 @@ def check(args):
 
 
 def describe(args, envs):
-    """Return the spec: the env in plain numbers. `window` is 0 unless there is a transformer."""
+    """Return the spec: the env in plain numbers. `window` is a transformer's context, else 0."""
     spec = runs.describe(args, envs, discrete=True)
     spec["bins"] = getattr(envs, "bins", 0)
     spec["window"] = args.context if args.architecture == "transformer" else 0
@@ -319,6 +320,7 @@ class Agent(nn.Module):
         ends = np.cumsum(spec["branches"]).tolist()
         self.branches = [slice(end - n, end) for end, n in zip(ends, spec["branches"], strict=True)]
         self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
+        # The index of greedy actions, as a row. After each iteration it is the bandits' best index
         self.register_buffer("best_index", torch.tensor([args.fixed_index]))
 
     def mixture(self, advantages, index, mask):
@@ -388,9 +390,13 @@ class Bandit:
     with k on a logarithmic scale, and `to_index` maps a point back.
 
     Checkpoints keep all attributes but `args`: numbers, strings, arrays, and lists, tuples and
-    dicts of them. With --num-actors each actor process draws with a copy of the bandit, and the
-    learner updates the original and sends its attributes to the copies. So attributes that `draw`
-    changes are lost there: change them in `update`.
+    dicts of them.
+
+    With --num-actors each actor process has a copy of the bandit, which draws its indices. The
+    learner updates the original with all episodes. `update` also runs on the copy, with the
+    episodes of its actor and a global_step of 0. Regularly the attributes of the original replace
+    those of the copy. What `draw` changes in a copy is then lost, so change attributes in `update`.
+    The history that a copy receives has the last --window episodes only.
     """
 
     def __init__(self, args):
@@ -443,24 +449,27 @@ class TileBandits(Bandit):
 
     NUM_BANDITS = 7  # per dimension
     NUM_BLOCKS = 20
-    NUM_PROPOSALS = 3  # a bandit proposes one of its best blocks
+    NUM_PROPOSALS = 3  # a bandit proposes one of this many best blocks
 
     def __init__(self, args):
         super().__init__(args)
         shape = (3, self.NUM_BANDITS, 1)
         width = np.random.choice([2, 3, 4], shape)
         offset = np.random.randint(0, 4, shape)
-        self.tile = (np.arange(self.NUM_BLOCKS) + offset) // width  # of each block
+        self.tile = (np.arange(self.NUM_BLOCKS) + offset) // width  # the tile of each block
         self.learning_rate = np.random.choice([0.05, 0.1, 0.2], shape)
         self.greedy = np.random.rand(*shape) < 0.5  # the others sample blocks by their scores
-        self.tile_values = np.zeros((3, self.NUM_BANDITS, self.NUM_BLOCKS))  # estimated returns
+        # The estimated return of each tile, and its number of episodes. There are fewer tiles than
+        # blocks, so the last entries are not used
+        self.tile_values = np.zeros((3, self.NUM_BANDITS, self.NUM_BLOCKS))
         self.tile_counts = np.zeros((3, self.NUM_BANDITS, self.NUM_BLOCKS))
 
     def block_values(self):
         return np.take_along_axis(self.tile_values, self.tile, 2)
 
     def draw(self):
-        # One bandit per dimension
+        # One bandit per dimension, and the values and counts of all blocks, which are those of
+        # their tiles
         axis = np.arange(3)
         bandit = np.random.randint(0, self.NUM_BANDITS, 3)
         tile = self.tile[axis, bandit]
@@ -473,10 +482,12 @@ class TileBandits(Bandit):
         total = self.tile_counts[axis, bandit].sum(1, keepdims=True)
         scores += ucb_coef * np.sqrt(np.log(1 + total) / (1 + counts))
 
-        # With Gumbel noise the highest scores are a sample without replacement. Greedy bandits use
-        # so little of it that it only breaks ties
+        # With Gumbel noise the blocks with the highest scores are a sample from softmax(scores),
+        # without replacement. Greedy bandits use so little noise that it only breaks ties
         noise = np.random.gumbel(size=scores.shape)
         scores += np.where(self.greedy[axis, bandit], 1e-6 * noise, noise)
+
+        # One of the best blocks in each dimension, and a random point in these blocks
         rank = np.random.randint(0, self.NUM_PROPOSALS, 3)
         block = np.argsort(scores, 1)[axis, -1 - rank]
         return self.to_index((block + np.random.rand(3)) / self.NUM_BLOCKS)
@@ -560,6 +571,19 @@ def row_dtype(spec):
     return np.dtype(fields, align=True)
 
 
+def rows_to_learn_from(sequences, memory):
+    """Return the rows of sequences without the context before them and the state after them."""
+    return sequences[..., memory:-1]
+
+
+class Episode(NamedTuple):
+    """An episode that has ended. Actor processes send it as a list."""
+
+    index: list
+    episodic_return: float
+    length: int
+
+
 class Rollout:
     """The latest decisions of each slot, one row each, that become sequences.
 
@@ -601,6 +625,7 @@ class Rollout:
 
     def state(self):
         state = {name: getattr(self, name).copy() for name in self.ARRAYS}
+        # As bytes, because torch has no dtype for rows
         return state | {"rows": self.rows.view(np.uint8).copy()}
 
     def restore(self, state):
@@ -619,8 +644,8 @@ class Rollout:
         index = self.index[ready].astype(np.float32)
         if not self.memory:
             return ready, (obs, mask, index)
-        window = (ready[:, None], self.position[ready, None] + np.arange(-self.memory, 1))
-        return ready, (self.rows["obs"][window], mask, index, self.rows["timestep"][window])
+        context = (ready[:, None], self.position[ready, None] + np.arange(-self.memory, 1))
+        return ready, (self.rows["obs"][context], mask, index, self.rows["timestep"][context])
 
     def start_rows(self, slots, obs, mask=True):
         """Start a row for each of these slots. It is not valid as long as it has no reward."""
@@ -647,8 +672,7 @@ class Rollout:
 
     def add(self, reward, terminated, truncated, infos, global_step):
         """Store the rewards that have arrived, and let the bandit learn from the episodes that have
-        ended. The arrays have an entry for each slot of the env. Return a list [k1, k2, epsilon,
-        return, length] for each of these episodes."""
+        ended. The arrays have an entry for each slot of the env. Return these episodes."""
         if "restarted" in infos:
             self.cut(np.flatnonzero(infos["restarted"]))
         closed = infos["closed"].nonzero()[0]
@@ -675,13 +699,15 @@ class Rollout:
             index = self.index[slot].copy()
             episodic_return = self.returns[slot].item()
             self.bandit.update(index, episodic_return, global_step)
-            episodes.append([*index.tolist(), episodic_return, self.timestep[slot].item()])
+            length = self.timestep[slot].item()
+            episodes.append(Episode(index.tolist(), episodic_return, length))
         self.start_episodes(ended)
         return episodes
 
     def cut(self, slots):
-        """End the episodes of slots whose game crashed. Their pending rows never become valid,
-        and their values are used to bootstrap (5)."""
+        """End the episodes of slots whose game crashed. A pending row stays in the sequence, but
+        never becomes valid. It has the observation after the last valid row, so its value is used
+        to bootstrap (5)."""
         self.position[slots[self.pending[slots]]] += 1
         self.pending[slots] = False
         self.start_episodes(slots)
@@ -717,7 +743,7 @@ class ReplayBuffer:
         return self.sequences[np.concatenate([self.new_inds(num_new), sampled_inds])]
 
     def state(self):
-        sequences = self.sequences.view(np.uint8).copy()
+        sequences = self.sequences.view(np.uint8).copy()  # as in Rollout.state
         return {"sequences": sequences, "num_added": self.num_added, "num_used": self.num_used}
 
     def restore(self, state):
@@ -743,9 +769,10 @@ class Batch(NamedTuple):
 
 def make_batch(sequences, memory, device):
     """Return sequences as a batch of tensors."""
+    rows = rows_to_learn_from(sequences, memory)
     columns = []
     for name in Batch._fields:
-        column = sequences[name] if name in ("obs", "timestep") else sequences[name][:, memory:-1]
+        column = sequences[name] if name in ("obs", "timestep") else rows[name]
         columns.append(torch.as_tensor(np.ascontiguousarray(column), device=device))
     return Batch(*columns)
 
@@ -806,7 +833,8 @@ def lbc_loss(agent, mb, args):
     newvalue = values[:, :, :-1]
     advantages = advantages[:, :, :-1]
 
-    # The target policy. Both have the same probabilities, each with the gradient of its network
+    # The target policy pi, twice. pi_1 and pi_2 have the same probabilities: the gradient of pi_1
+    # goes to network 1 only, that of pi_2 to network 2 only
     pi_1 = agent.mixture([advantages[0], advantages[1].detach()], mb.index, mb.mask)
     pi_2 = agent.mixture([advantages[0].detach(), advantages[1]], mb.index, mb.mask)
 
@@ -835,7 +863,8 @@ def lbc_loss(agent, mb, args):
         vs, pg_advantages = vtrace(rewards, values, discounts, rho, c)
         qs = retrace(rewards, values, newq, discounts, c)
 
-    # Three losses per network: means over the valid rows. Below the clamp rho is 0 anyway
+    # Three losses per network: means over the valid rows. The clamp avoids log(0): where it takes
+    # effect, rho is nearly 0, and with it the advantage
     num_valid = mb.valid.sum().clamp(min=1)
     v_loss = ((vs - newvalue) ** 2 * mb.valid).sum((1, 2)) / num_valid
     q_loss = ((qs - newq) ** 2 * mb.valid).sum((1, 2)) / num_valid
@@ -859,8 +888,9 @@ def update(agent, optimizer, mb, args):
     optimizer.zero_grad()
     loss, metrics = lbc_loss(agent, mb, args)
     loss.backward()
+    # The mean over the ranks of torchrun, each weighted by its number of valid rows
     distributed.average_gradients(agent.networks.parameters(), mb.valid.sum())
-    for i, network in enumerate(agent.networks):  # (5)
+    for i, network in enumerate(agent.networks):  # (6)
         params = network.parameters()
         grad_norm = nn.utils.clip_grad_norm_(params, args.max_grad_norm, foreach=False)
         metrics[f"losses/grad_norm_{i + 1}"] = grad_norm
@@ -869,17 +899,20 @@ def update(agent, optimizer, mb, args):
 
 
 def play(agent, spec, num_slots, index=None):
-    """Return a function that acts greedily, as evaluate() needs it. The default of `index` is the
-    best index (4)."""
+    """Return the function that evaluate() calls to act greedily in `num_slots` slots. `index` is the
+    index of the mixture, by default the best index (4)."""
+    # --no-fast turns off numpy acting everywhere in the process: see fast.Acting.allowed
     act = fast.Acting(agent, enabled=not agent.memory, deterministic=True)
     rollout = Rollout(spec, agent.memory, num_slots, length=1)
     rollout.index[:] = agent.best_index.cpu() if index is None else index
 
     def act_greedily(obs, infos, slots, new_episode):
+        """Return the actions of `slots`, those that request one. `new_episode` has an entry for
+        every slot. The rollout only keeps the earlier observations, for a transformer."""
         rollout.timestep[slots] = np.where(new_episode[slots], 0, rollout.timestep[slots] + 1)
         _, inputs = rollout.observe(obs, infos)
         _, env_actions, _ = act(*inputs)
-        rollout.position[slots] += 1
+        rollout.position[slots] += 1  # the row is complete, although it has no reward
         rollout.sequences.clear()
         return env_actions
 
@@ -887,7 +920,8 @@ def play(agent, spec, num_slots, index=None):
 
 
 def run_actor(args, spec, seed, learner):
-    """Act in an actor process. Send sequences, and the episodes that have ended, to the learner."""
+    """Act in an actor process. Send sequences, and the episodes that have ended, to the learner.
+    onefile_rl/actor_processes.py calls this in each process that it starts."""
     envs, _ = make_envs(args, seed)
     with contextlib.closing(envs):
         agent = Agent(spec, args)
@@ -909,6 +943,7 @@ def run_actor(args, spec, seed, learner):
             next_obs, reward, terminated, truncated, infos = envs.step(
                 env_actions.reshape(action_shape)
             )
+            # The actor does not know the global step: see Bandit
             episodes += rollout.add(reward, terminated, truncated, infos, global_step=0)
             ready, inputs = rollout.observe(next_obs, infos)
 
@@ -960,7 +995,7 @@ def train(args, resumed=None):
             raise ValueError(f"{given}: less than one sequence per env, {size} decisions")
 
         agent = Agent(spec, args).to(args.device)
-        optimizer = fast.Adam(agent.networks.parameters(), lr=args.learning_rate, eps=1e-5)  # (6)
+        optimizer = fast.Adam(agent.networks.parameters(), lr=args.learning_rate, eps=1e-5)  # (7)
         bandit = BANDITS[args.bandit](args)
         rollout = Rollout(spec, agent.memory, num_envs, args.sequence_length, bandit)
         rb = ReplayBuffer(args.replay_size, rollout.rows[0])
@@ -973,6 +1008,7 @@ def train(args, resumed=None):
         act = fast.Acting(agent, enabled=args.fast and not agent.memory)
         num_iterations = args.total_timesteps // (decisions * distributed.SIZE)
         compiled_update = run.compile(update, num_iterations * args.num_updates)
+        # One thread if the matrix products of an update are small, because that is faster
         batch_rows = args.batch_size * args.sequence_length
         torch.set_num_threads(fast.threads(batch_rows * max(args.hidden_sizes, default=1)))
 
@@ -988,7 +1024,17 @@ def train(args, resumed=None):
             description=f"sequences of {args.sequence_length}, "
             f"batches of {num_envs} new and {args.batch_size - num_envs} replayed sequences",
         )
+
+        # The flags of a slot in infos, after reset and after each step. With gymnasium envs every
+        # slot is ready and closed in every step:
+        #   ready        it requests an action now: its rows of next_obs and action_mask are new
+        #   closed       the reward of its pending action has arrived, because it is ready again or
+        #                its episode ended. A new or restarted agent is ready but not closed
+        #   restarted    its game crashed and was started again: the reward of its pending action
+        #                never arrives
+        #   action_mask  True for each action that is allowed, with the branches side by side
         if args.num_actors:
+            # Start the processes. Each of them calls run_actor
             state = state_for_actors(counts["updates"], agent, bandit, args)
             envs.launch(run.folder, spec, rollout.rows[0], state)
         else:
@@ -1007,30 +1053,38 @@ def train(args, resumed=None):
             while rb.num_added < rb.num_used + num_envs:
                 if args.num_actors:
                     # Receive sequences, and let the bandit learn from the episodes that have ended
-                    for sequence, episodes in envs.receive():
+                    for sequence, message in envs.receive():
                         rb.add(sequence)
-                        num_valid = int(sequence["valid"][agent.memory : -1].sum())
-                        run.record_episodes(num_valid, [(r, length) for *_, r, length in episodes])
-                        for *index, episodic_return, _ in episodes:
-                            bandit.update(np.array(index), episodic_return, run.global_step)
+                        rows = rows_to_learn_from(sequence, agent.memory)
+                        episodes = [Episode(*fields) for fields in message]
+                        # Count decisions and episodes, as run.record does for envs of this process
+                        run.record_episodes(
+                            int(rows["valid"].sum()),
+                            [(episode.episodic_return, episode.length) for episode in episodes],
+                        )
+                        for episode in episodes:
+                            index = np.array(episode.index)
+                            bandit.update(index, episode.episodic_return, run.global_step)
                 else:
                     # Act for the agents that request a decision
                     actions, env_actions[ready], mu_prob = act(*inputs)
                     rollout.decide(ready, actions, mu_prob, version)
-                    run.spent("act")
+                    run.spent("act")  # the time since the last record() or spent() counts as "act"
 
                     next_obs, reward, terminated, truncated, infos = envs.step(
                         env_actions.reshape(action_shape)
                     )
-                    run.record(reward, terminated, truncated, infos)
+                    run.record(reward, terminated, truncated, infos)  # counts decisions, episodes
 
-                    # Store the rewards that have arrived, and the sequences that are complete
+                    # Store the rewards that have arrived, and the sequences that are complete.
+                    # rollout.add also lets the bandit learn from episodes that have ended, and
+                    # draw the indices of the next ones
                     rollout.add(reward, terminated, truncated, infos, run.global_step)
                     ready, inputs = rollout.observe(next_obs, infos)
                     for sequence in rollout.sequences:
                         rb.add(sequence)
                     rollout.sequences.clear()
-            run.spent("act")
+            run.spent("act")  # the time to store the last step
 
             # Optimize both networks
             metrics = []
@@ -1040,7 +1094,7 @@ def train(args, resumed=None):
                 counts["updates"] += 1
 
             # Update the statistics of the observations and the best index
-            new_rows = rb.sequences[rb.new_inds(num_envs)][:, agent.memory : -1]
+            new_rows = rows_to_learn_from(rb.sequences[rb.new_inds(num_envs)], agent.memory)
             new_rows = new_rows[new_rows["valid"] > 0]
             if args.norm_obs and distributed.total(len(new_rows)):
                 agent.obs_rms.update(torch.as_tensor(new_rows["obs"], device=args.device))
@@ -1061,6 +1115,7 @@ def train(args, resumed=None):
             if len(new_rows):
                 # How many updates the weights that acted were behind
                 scalars["charts/lag"] = (version - new_rows["version"]).mean()
+            # Evaluate on rank 0, if another multiple of eval_interval was reached in this iteration
             if args.eval_interval and run.leads and run.passed(args.eval_interval):
                 scalars |= mean_returns(make_envs, args, partial(play, agent, spec), GREEDY)
             run.log(scalars)
@@ -1068,7 +1123,17 @@ def train(args, resumed=None):
 
 def main():
     runs.main(
-        __file__, __doc__, Args, PRESETS, train, Agent, make_envs, describe, check, play, FREE
+        __file__,
+        doc=__doc__,
+        Args=Args,
+        presets=PRESETS,
+        train=train,
+        Agent=Agent,
+        make_envs=make_envs,
+        describe=describe,
+        check=check,
+        play=play,
+        free=FREE,
     )
 
 

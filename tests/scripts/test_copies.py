@@ -57,7 +57,7 @@ def recorded(script, monkeypatch):
     return record
 
 
-# 1. What acts is what learns
+# 1. Acting and learning use the same policy code
 
 LAYERNORM = "nn.Sequential(nn.LayerNorm(size_out), {})"
 DROPOUT = "nn.Sequential({}, nn.Dropout(0.5))"
@@ -166,7 +166,7 @@ def test_acting_is_translated_under_a_profiler():
     assert calls["__call__"] >= 2, "the profiler goes on after the translation"
 
 
-# 2. The agent is live
+# 2. The agent always has the current weights
 
 EPOCHS = "                    metrics.append(mb_metrics)\n"
 LOGPROB = "agent.get_action_and_value(batch.obs, batch.actions)[1]"
@@ -405,7 +405,7 @@ def test_a_new_metric_has_its_own_name(compile):
         np.testing.assert_allclose(points, after[name], atol=1e-5, err_msg=name)
 
 
-# 5. A copy is its own
+# 5. A copy can't load another script's checkpoints by mistake
 
 
 def test_a_copys_runs_have_its_name():
