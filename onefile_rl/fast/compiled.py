@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
 
+from onefile_rl.fast import cache
 from onefile_rl.fast.adam import Adam, read_param_groups
 
 # Values that only torch, Python and this file can change
@@ -169,19 +170,21 @@ class CompiledUpdate:
         )
         start = time.perf_counter()
         self.watch_tensors(inputs)
-        self.compile(inputs)
         read_param_groups()
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # its warnings repeat the errors
         logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+        cache.repair()
         try:
-            outputs = self.compiled(*self.to_graph_inputs(inputs))
-            self.shortcut = self.find_shortcut()
-            return outputs
+            try:
+                return self.compile_and_call(inputs)
+            except Exception:  # another process may just have written a library that this one needed
+                if not cache.repair():
+                    raise
+                return self.compile_and_call(inputs)
         except Exception as error:
-            reason = next(
-                (line.strip() for line in str(error).splitlines() if line.strip()),
-                type(error).__name__,
-            )
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            lines = [line for line in lines if not line.endswith(" raised:")]  # of the backend
+            reason = lines[0] if lines else type(error).__name__
             reason += user_line(str(error))
             if self.insist:
                 raise ValueError(f"--compile: torch can't compile this update: {reason}") from None
@@ -190,6 +193,12 @@ class CompiledUpdate:
             return self.function(*inputs)
         finally:
             self.seconds = time.perf_counter() - start
+
+    def compile_and_call(self, inputs):
+        self.compile(inputs)
+        outputs = self.compiled(*self.to_graph_inputs(inputs))
+        self.shortcut = self.find_shortcut()
+        return outputs
 
     def watch_tensors(self, inputs):
         """Remember the kind of each tensor that the modules and the fast.Adam optimizers have now.

@@ -1,13 +1,18 @@
 """A compiled update is called without the wrapper of torch.compile, and still makes the checks of torch."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from conftest import needs_compiler
+from conftest import ROOT, needs_compiler
 
 from onefile_rl import fast
+from onefile_rl.fast import cache
 
 WAYS = ["halve"]  # read by the update
 
@@ -77,3 +82,35 @@ def test_an_update_that_torch_has_forgotten_is_compiled_again():
     compiled(*inputs)
     update(*expected)
     torch.testing.assert_close(inputs[0].weight, expected[0].weight)
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="libraries of other systems have another format"
+)
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_library_that_was_cut_off_is_compiled_again(size, tmp_path):
+    """As after `kill -9` of a compiler, or while another process still writes the file."""
+    code = (
+        "from test_compiled import *; fast.CompiledUpdate(update, make()[-1], insist=True)(*make())"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(ROOT)]
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
+
+    def compile_it():
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert out.returncode == 0, out.stderr
+
+    compile_it()
+    libraries = list(tmp_path.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        os.truncate(library, size)
+        os.utime(library, (0, 0))
+    compile_it()
+    assert not any(cache.is_truncated(path) for path in tmp_path.rglob("*.so"))
