@@ -62,19 +62,19 @@ class Args(runs.Args):
     learning_rate: float = 3e-4
     """the learning rate of the optimizers of policy, Q networks and temperature"""
     buffer_size: int = 1_000_000
-    """the number of transitions in the replay buffer"""
+    """the number of transitions in the replay buffer (of each rank, under torchrun)"""
     save_buffer: bool = False
     """save the replay buffer with each checkpoint; otherwise a resumed run fills a new one first"""
     learning_starts: int = 10_000
-    """the number of decisions before the first update; their actions are random"""
+    """the number of decisions of all agents and ranks before the first update; their actions are random"""
     batch_size: int = 256
-    """the number of transitions per update"""
+    """the number of transitions per update (and rank, under torchrun)"""
     updates_per_step: float = 1.0
-    """updates per decision, counted over all agents; fractions are allowed, 0 collects data without learning"""
+    """updates per decision of any agent (of one rank, under torchrun); may be below 1; 0: collect data, do not learn"""
     policy_frequency: int = 1
     """updates of the Q networks per update of policy and temperature"""
     overlap: bool = True
-    """update the networks while players or EnvPool simulate"""
+    """update the networks while Unity, Godot or EnvPool simulate"""
     gamma: float = 0.99
     """the discount factor per decision"""
     tau: float = 0.005
@@ -158,22 +158,24 @@ def describe(args, envs):
 
 
 def check_buffer_size(args, spec, num_agents):
-    """Return how many bytes the replay buffer needs. Refuse a size that is too small, or too large
-    for the memory."""
+    """Return how many bytes the replay buffer needs, without the final observations, whose number is
+    not known. Refuse a size that is too small, or too large for the memory."""
     if args.buffer_size < max(num_agents, args.batch_size):
         smallest = f"--batch-size {args.batch_size} and the number of agents, {num_agents}"
         raise ValueError(f"--buffer-size {args.buffer_size}: must be at least {smallest}")
-    bytes_per_row = 4 * spec["obs_dim"] + 4 * spec["action_dim"] + 24
+    # 4 bytes for rewards and terminated, 8 for slots and next_row
+    bytes_per_row = 4 * spec["obs_dim"] + 4 * spec["action_dim"] + 4 + 4 + 8 + 8
     num_bytes = (args.buffer_size + num_agents) * bytes_per_row
     runs.check_memory("--buffer-size", args.buffer_size, num_bytes)
     return num_bytes
 
 
-def mlp(sizes, activation, num_outputs):
+def mlp(sizes, args, num_outputs):
+    """Return the network of the actor. The Q networks are built in SoftQNetworks."""
     layers = []
     for size_in, size_out in zip(sizes[:-1], sizes[1:], strict=True):
         layers.append(nn.Linear(size_in, size_out))
-        layers.append({"relu": nn.ReLU, "silu": nn.SiLU}[activation]())
+        layers.append({"relu": nn.ReLU, "silu": nn.SiLU}[args.activation]())
     layers.append(nn.Linear(sizes[-1], num_outputs))
     return nn.Sequential(*layers)
 
@@ -182,32 +184,35 @@ class SoftQNetworks(nn.Module):
     """`num_critics` Q networks side by side: CleanRL's qf1 and qf2 in one module.
 
     The weights of the networks are stacked, so each layer is one batched matrix product for all.
+    mlp() is not used here. A layer such as LayerNorm or Dropout is made in __init__, with
+    parameters for each network, (num_critics, 1, features), and called in the loop of forward().
     """
 
-    def __init__(self, sizes, activation, num_critics=2):
+    def __init__(self, sizes, args, num_critics=2):
         super().__init__()
         self.num_critics = num_critics
-        self.activation = {"relu": nn.functional.relu, "silu": nn.functional.silu}[activation]
+        self.activation = {"relu": nn.functional.relu, "silu": nn.functional.silu}[args.activation]
         self.weights = nn.ParameterList()  # one per layer: (num_critics, inputs, outputs)
         self.biases = nn.ParameterList()  # one per layer: (num_critics, 1, outputs)
-        networks = [mlp(sizes, activation, 1) for _ in range(num_critics)]
+        sizes_out = (*sizes[1:], 1)
+        networks = [list(map(nn.Linear, sizes, sizes_out)) for _ in range(num_critics)]
         for layers in zip(*networks, strict=True):
-            if isinstance(layers[0], nn.Linear):
-                self.weights.append(torch.stack([layer.weight.detach().T for layer in layers]))
-                self.biases.append(torch.stack([layer.bias.detach()[None] for layer in layers]))
+            self.weights.append(torch.stack([layer.weight.detach().T for layer in layers]))
+            self.biases.append(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
     def forward(self, normalized_obs, action, frozen=False):
         """Return the values of all networks, (num_critics, batch). `frozen`: compute no gradients of
         the weights."""
-        layers = list(zip(self.weights, self.biases, strict=True))
-        if frozen:
-            layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
         x = torch.cat([normalized_obs, action], 1).expand(self.num_critics, -1, -1)
-        for weight, bias in layers[:-1]:
-            x = self.activation(torch.baddbmm(bias, x, weight))
+        last = len(self.weights) - 1
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            if frozen:
+                weight = weight.detach()
+                bias = bias.detach()
+            if i < last:
+                x = self.activation(torch.baddbmm(bias, x, weight))
 
         # The last layer has one output: a sum is faster than a matrix product
-        weight, bias = layers[-1]
         return (x * weight.mT).sum(2) + bias[..., 0]
 
 
@@ -224,9 +229,9 @@ class Agent(nn.Module):
             self.obs_rms = Normalizer(obs_dim, min_std=args.min_obs_std)
 
         # The actor has two outputs per action dimension: mean and log std
-        self.actor = mlp((obs_dim, *args.hidden_sizes), args.activation, 2 * action_dim)
+        self.actor = mlp((obs_dim, *args.hidden_sizes), args, 2 * action_dim)
         self.log_alpha = nn.Parameter(torch.tensor([math.log(args.alpha)]))
-        self.qf = SoftQNetworks((obs_dim + action_dim, *args.hidden_sizes), args.activation)
+        self.qf = SoftQNetworks((obs_dim + action_dim, *args.hidden_sizes), args)
         self.qf_target = deepcopy(self.qf).requires_grad_(False)
         self.bounds = runs.Bounds(spec)
 
@@ -278,14 +283,19 @@ class ReplayBuffer:
 
     A slot is an agent's place in the vector env. Here the capacity is 4, and there are 2 slots.
     `obs` has a row for each transition, then one for the pending decision of each slot, then those
-    of the final observations. `next_row` is the row of a transition's next observation.
+    of the final observations. `next_row` is the row of a transition's next observation:
+
+        next_row < capacity                 the same agent's next decision, already stored
+        capacity <= next_row < first_final  its pending decision
+        first_final <= next_row             the final observation of its episode
 
     A decision is stored when its reward has arrived, in place of the oldest row. An agent's next
     decision is thus overwritten later than the decision before it, and `next_row` stays valid.
     There are at most `capacity` final observations. Their memory is used only when it is written.
     """
 
-    # Saved with the buffer: a new array with one row per transition belongs here too
+    # Saved with the buffer. A new array with one row per transition belongs here, and its bytes in
+    # check_buffer_size
     COLUMNS = ("slots", "obs", "actions", "rewards", "terminated", "next_row")
 
     def __init__(self, capacity, num_slots, obs_dim, action_dim):
@@ -435,9 +445,10 @@ def update_critics(agent, q_optimizer, mb, next_noise, args):
 
     metrics = {
         "losses/qf_loss": qf_loss,
-        "losses/qf_values": next_q_value.mean(),
         "losses/alpha": alpha.squeeze(),
     }
+    for i, values in enumerate(qf_values, 1):
+        metrics[f"losses/qf{i}_values"] = values.mean()
     return fast.detach(metrics)
 
 
@@ -449,10 +460,12 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
     pi, log_pi, _ = agent.get_action(obs, noise)
     min_qf_pi = agent.qf(agent.obs_rms(obs), pi, frozen=True).amin(0)
     actor_loss = (alpha * log_pi - min_qf_pi).mean()
+    # zero_grad() follows the step: a compiled update requires that policy and temperature have no
+    # gradients when it starts
     actor_loss.backward()
     distributed.average_gradients(agent.actor.parameters())
     actor_optimizer.step()
-    actor_optimizer.zero_grad()  # here, so that update_critics starts without its gradients
+    actor_optimizer.zero_grad()
     metrics = {"losses/actor_loss": actor_loss, "losses/entropy": -log_pi.mean()}
 
     # Temperature: CleanRL differs (4)
@@ -467,9 +480,24 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
 
 
 def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noise, args):
-    """Update Q networks, policy and temperature: one compiled function is faster than two."""
+    """Update Q networks, policy and temperature. One compiled function is faster than two."""
     metrics = update_critics(agent, q_optimizer, mb, next_noise, args)
     return metrics | update_actor(agent, actor_optimizer, a_optimizer, mb.obs, noise, args)
+
+
+def find_first_update(args, run, rb, counters):
+    """Return the number of decisions after which the updates start. A resumed run whose replay buffer
+    was not saved makes learning_starts decisions with its policy first, to fill a new one."""
+    if not run.resumed or len(rb) > 0:
+        return args.learning_starts
+    counters["due_updates"] = 0.0  # those that were due when the run stopped
+    first = f"{args.learning_starts} decisions of the policy fill a new one"
+    print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
+    step = run.global_step + args.learning_starts
+    if args.updates_per_step and step >= args.total_timesteps:
+        problem = f"nothing would be learned, learning resumes after {step}"
+        raise ValueError(f"--total-timesteps {args.total_timesteps}: {problem}")
+    return step
 
 
 def train(args, resumed=None):
@@ -481,7 +509,8 @@ def train(args, resumed=None):
         num_agents = envs.num_envs
         spec = describe(args, envs)
         buffer_bytes = check_buffer_size(args, spec, num_agents)
-        num_updates = int((args.total_timesteps - args.learning_starts) * args.updates_per_step)
+        # Envs that simulate in other processes or threads have step_async: UnityVecEnv, GodotVecEnv
+        # and EnvPoolEnvs
         overlap = args.overlap and hasattr(envs, "step_async")
         if args.target_entropy is None:
             args.target_entropy = -float(spec["action_dim"])
@@ -492,7 +521,7 @@ def train(args, resumed=None):
         a_optimizer = fast.Adam([agent.log_alpha], lr=args.learning_rate)
         rb = ReplayBuffer(args.buffer_size, num_agents, spec["obs_dim"], spec["action_dim"])
         counters = {
-            "updates": 0,
+            "updates": 0,  # updates made
             "due_updates": 0.0,  # updates to make, with a fraction that waits for more decisions
             "normalized": 0,  # transitions that the statistics of the observations have seen
         }
@@ -502,28 +531,35 @@ def train(args, resumed=None):
         action_scale = 0.5 * (action_space.high - action_space.low)
         env_actions = np.zeros((num_agents, spec["action_dim"]), action_space.dtype)
 
-        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
-        # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a message is printed.
-        # run.compile compiles the updates of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other Python
-        # values are constants of the compiled code, and a message says so if one changes.
-        # --no-fast switches both off. The results are the same up to rounding, unless the agent
+        # Acceleration, off with --no-fast. The results are the same up to rounding, unless the agent
         # draws random numbers for anything other than its actions.
+        # act(obs) is agent.act, on a CPU translated to numpy, with the weights of now. The first call
+        # and every 1000th after it are compared with agent.act. If they differ even after a new
+        # translation, or if a layer can't be translated, agent.act itself is used from then on, and
+        # a message says so
         act = fast.Acting(agent, enabled=args.fast)
-        compiled_update = run.compile(update, num_updates)
-        compiled_update_critics = run.compile(update_critics, num_updates)
+        # The updates are compiled if 5,000 or more are expected and there is a C++ compiler, or with
+        # --compile. Learning rates, floats of args and float arguments may change between calls.
+        # Other Python values are compiled in: if one changes, a message says so, and the update is
+        # no longer compiled. With --compile this is an error
+        learning_decisions = args.total_timesteps - args.learning_starts
+        expected_updates = int(learning_decisions * args.updates_per_step / distributed.SIZE)
+        compiled_update = run.compile(update, expected_updates)
+        compiled_update_critics = run.compile(update_critics, expected_updates)
         # Threads by the size of the largest product, that of both Q networks
-        torch.set_num_threads(fast.threads(2 * args.batch_size * max(args.hidden_sizes, default=1)))
-        fast.keep_freed_memory(2**25, 2**30)  # or each update would get its memory from the system
+        num_rows = 2 * args.batch_size
+        torch.set_num_threads(fast.threads(num_rows * max(args.hidden_sizes, default=1)))
+        # Let malloc keep freed blocks of up to 32 MiB, 1 GiB in all: the next update needs the same
+        fast.keep_freed_memory(threshold=2**25, trim=2**30)
 
         description = f"a replay buffer of {buffer_bytes / 2**20:,.0f} MiB"
         if overlap:
             description += ", updates during simulation"
 
         # Start or resume: reset the envs, or restore the checkpoint. Checkpoints contain the agent,
-        # `keep` (anything with a state_dict, dicts and arrays) and the arguments. Objects in
-        # `large`, which have state() and restore(), are saved in files of their own
+        # the arguments, and `keep`: anything with a state_dict, dicts and arrays. These are restored
+        # in place, so numbers that the loop changes are in a dict. Objects in `large`, which have
+        # state() and restore(), are saved in files of their own
         next_obs, infos = run.start(
             agent,
             spec,
@@ -538,32 +574,27 @@ def train(args, resumed=None):
             description=description,
         )
 
-        # Without a saved buffer, the policy fills a new one before learning resumes
-        first_update_step = args.learning_starts
-        if resumed and len(rb) == 0:
-            first_update_step += run.global_step
-            counters["due_updates"] = 0.0
-            first = f"{args.learning_starts} decisions of the policy fill a new one"
-            print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
-            if args.updates_per_step and first_update_step >= args.total_timesteps:
-                problem = f"nothing would be learned, learning resumes after {first_update_step}"
-                raise ValueError(f"--total-timesteps {args.total_timesteps}: {problem}")
-        # If the last save of the buffer failed, it is older than the checkpoint
+        first_update_step = find_first_update(args, run, rb, counters)
+        is_learning = False
+        # A resumed run: episodes of the buffer that the envs could not continue end here. If the
+        # last save of the buffer failed, it has fewer transitions than the checkpoint
+        rb.cut(run.lost_slots)
         counters["normalized"] = min(counters["normalized"], rb.num_added)
-        # If the envs could not continue their episodes, those in the buffer end here
-        if not run.came_back:
-            rb.cut(range(num_agents))
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its row of next_obs is new
-        #   closed     the reward of its last action has arrived: it is ready or its episode ended
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived, with its next request or with
+        #              the end of its episode. A new or restarted agent is ready, but not closed
+        #   restarted  its game crashed and was started again: its pending action never gets a
+        #              reward. Only present after a crash
+        # With gymnasium's own vector envs, every slot is ready and closed in every step
         ready = infos["ready"].nonzero()[0]
 
         def learn():
             """Make the updates that are due."""
             while counters["due_updates"] >= 1:
                 mb = rb.sample(args.batch_size, args.device)
+                # Drawn here, because compiled code would draw other numbers from the same seed
                 noise = torch.randn_like(mb.actions)
                 next_noise = torch.randn_like(mb.actions)
                 if counters["updates"] % args.policy_frequency == 0:  # CleanRL differs (7)
@@ -583,6 +614,7 @@ def train(args, resumed=None):
             if run.global_step < args.learning_starts:
                 random_actions = [action_space.sample() for _ in ready]
                 random_actions = np.reshape(random_actions, (len(ready), spec["action_dim"]))
+                # To [-1, 1] and back, as in SB3: the env gets what the buffer stores, up to rounding
                 actions = (random_actions - action_center) / action_scale
                 env_actions[ready] = action_center + action_scale * actions
             else:
@@ -590,7 +622,7 @@ def train(args, resumed=None):
                 if not np.isfinite(actions).all():
                     run.check_agent()  # raises an error that names the weights
             rb.decide(ready, obs, actions)
-            run.spent("act")
+            run.spent("act")  # the time since the last call, for time/act and the progress line
 
             # Step the envs, and learn while games simulate
             if overlap:
@@ -601,7 +633,8 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            # The ranks of a distributed run step at the same time: num_decisions is of all ranks
+            # num_decisions: the rewards that arrived in this step, in all ranks. in_step: all ranks
+            # call this once per step, so it is counted exactly
             num_decisions = run.record(reward, terminated, truncated, infos, in_step=True)
 
             # Store the decisions whose reward has arrived
@@ -610,7 +643,10 @@ def train(args, resumed=None):
             closed = infos["closed"].nonzero()[0]
             rb.add(closed, reward, terminated, truncated, next_obs, infos)
             ready = infos["ready"].nonzero()[0]
-            if run.global_step > first_update_step:  # SB3 and CleanRL differ (1)
+            if not is_learning and run.global_step > first_update_step:
+                # The decisions may be those of another rank: wait until all ranks can sample
+                is_learning = distributed.minimum(len(rb)) > 0
+            if is_learning:  # SB3 and CleanRL differ (1). All ranks make each update together
                 counters["due_updates"] += args.updates_per_step * num_decisions / distributed.SIZE
 
             # Update the statistics of the observations
@@ -620,7 +656,7 @@ def train(args, resumed=None):
                     new_obs = rb.obs_since(counters["normalized"])
                     agent.obs_rms.update(torch.as_tensor(new_obs, device=args.device))
                     counters["normalized"] = rb.num_added
-            run.spent("act")
+            run.spent("act")  # storing and normalizing count as acting
 
             # Learn after the step
             if not overlap:
@@ -644,7 +680,7 @@ def main():
         make_envs,
         describe,
         check,
-        free=["save_buffer"],  # may differ when a run is resumed
+        free=["save_buffer"],  # options that may differ when a run is resumed
     )
 
 

@@ -181,6 +181,8 @@ class Run:
         self.fingerprint = fingerprint(script)
         self.leads = distributed.RANK == 0  # this rank writes files
         self.pace = distributed.Pace(args.rollout_share)
+        # With --compile. A compiled resumed run may have been compiled by default
+        self.must_compile = bool(args.compile) and not resumed
 
         # Progress, part of the checkpoint
         self.iteration = 0
@@ -348,13 +350,12 @@ class Run:
         """Return the update function, compiled with --compile, or if `num_updates` are enough to make up for the time
         that compiling takes. A resumed run compiles if the run did before."""
         args = self.args
-        insist = bool(args.compile) and not self.resumed
         if args.compile is None:
             args.compile = args.fast and num_updates >= WORTH and fast.compiler()
         if not args.fast or not args.compile or not fast.compiler():
             return function
         self.update_description = "compiled update; "
-        update = fast.CompiledUpdate(function, args, insist)
+        update = fast.CompiledUpdate(function, args, self.must_compile)
         self.compiling.append(update)
         return update
 
@@ -425,9 +426,13 @@ class Run:
         except OSError as error:
             raise ValueError(f"{self.folder} can't be written: {error}") from None
         self.synchronize_ranks()
-        self.came_back = not self.resumed or first is not None  # the envs continue their episodes
-        if not self.came_back:
+        # Slots whose episodes in the checkpoint the envs could not continue
+        self.lost_slots = np.zeros(0, int)
+        if self.resumed and first is None:
+            self.lost_slots = np.arange(self.envs.num_envs)
             self.curriculum.restarted(range(self.envs.num_envs))
+        elif first and "restarted" in first[1]:
+            self.lost_slots = np.flatnonzero(first[1]["restarted"])
         for line in self.curriculum.waiting():
             print(line, flush=True)
 

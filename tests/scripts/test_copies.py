@@ -1,6 +1,7 @@
 """What a changed copy of a script can rely on. Each test changes lines of the real source, as a user would, and runs
 the copy."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ ALL = pytest.mark.parametrize("name", SMALL)
 # One line of each network.
 LAYER = {
     "ppo_continuous_multiagent.py": '{"tanh": nn.Tanh, "silu": nn.SiLU}[activation]()',
-    "sac_continuous.py": '{"relu": nn.ReLU, "silu": nn.SiLU}[activation]()',
+    "sac_continuous.py": '{"relu": nn.ReLU, "silu": nn.SiLU}[args.activation]()',
     "crossq_continuous.py": '{"relu": nn.ReLU, "silu": nn.SiLU}[args.activation]()',
 }
 
@@ -497,14 +498,14 @@ def test_a_removed_argument_is_gone(monkeypatch):
 
 # SAC's critics
 
+UPDATE = "    metrics = update_critics(agent, q_optimizer, mb, next_noise, args)\n"
+
 
 @needs_compiler
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_third_critic_learns(compile):
-    old = "self.qf = SoftQNetworks((obs_dim + action_dim, *args.hidden_sizes), args.activation)"
-    script = copy_of(
-        "sac_continuous.py", (old, old.replace("activation)", "activation, num_critics=3)"))
-    )
+    old = "self.qf = SoftQNetworks((obs_dim + action_dim, *args.hidden_sizes), args)"
+    script = copy_of("sac_continuous.py", (old, old.replace("args)", "args, num_critics=3)")))
     before = script.Agent(
         {"obs_dim": 3, "action_dim": 2, "low": -1.0, "high": 1.0}, script.Args(**SAC)
     )
@@ -516,6 +517,35 @@ def test_a_third_critic_learns(compile):
         assert not torch.equal(agent.qf.weights[0][k], agent.qf_target.weights[0][k]), (
             "all three were updated"
         )
+
+
+@pytest.mark.parametrize("name", ["sac_continuous.py", "crossq_continuous.py"])
+def test_the_q_networks_are_not_made_by_mlp(name):
+    """A layer that is added to mlp() is the actor's only: SoftQNetworks does not take only some of its layers."""
+    script = copy_of(name, (LAYER[name], LAYERNORM.format(LAYER[name])))
+    original = copy_of(name, to=name)
+    spec = {"obs_dim": 3, "action_dim": 2, "low": -1.0, "high": 1.0}
+    changed, plain = [x.Agent(spec, x.Args(**SAC)) for x in (script, original)]
+    assert any(isinstance(layer, torch.nn.LayerNorm) for layer in changed.actor.modules())
+    assert str(changed.qf) == str(plain.qf)
+    assert "mlp(sizes" not in inspect.getsource(script.SoftQNetworks)
+    assert "mlp() is not used here" in script.SoftQNetworks.__doc__, "and it says so"
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", ["update", "update_critics"])
+def test_an_update_that_cannot_be_compiled_runs_all_the_same(function, capsys, monkeypatch):
+    """Without --compile, which both compiled functions of a script with policy_frequency see."""
+    line = "    q_optimizer.zero_grad()\n" if function == "update_critics" else UPDATE
+    branch = "    if args.gamma > 0.5:\n        agent = agent\n"
+    script = copy_of("crossq_continuous.py", (line, branch + line))
+    monkeypatch.setattr("onefile_rl.runs.WORTH", 1)
+    folder = train(script)
+    out = capsys.readouterr().out
+    assert "The update is not compiled: " in out
+    assert state_of(script, folder)["global_step"] == 80
+    with pytest.raises(ValueError, match="--compile: torch can't compile this update: .*"):
+        train(script, compile=True)
 
 
 # Images

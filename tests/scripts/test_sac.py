@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sac_continuous as sac
+from envs.sync import SyncEnvs
 from onefile_rl import checkpoints, export, fast, runs
 
 SMALL = dict(
@@ -41,7 +42,7 @@ run, call = partial(train, sac, SMALL), partial(call, sac)
 
 LOSSES = (
     "losses/qf_loss",
-    "losses/qf_values",
+    "losses/qf1_values",
     "losses/alpha",
     "losses/actor_loss",
     "losses/entropy",
@@ -441,6 +442,24 @@ def test_updates_per_step_counts_decisions(monkeypatch, updates_per_step, expect
     assert len(seen.losses) == pytest.approx(expected, abs=4)
 
 
+@pytest.mark.parametrize("settings", [dict(), dict(env_id="Mixed", max_agents=12)])
+def test_learning_can_start_with_the_first_transition(monkeypatch, settings):
+    """The buffer is never sampled while it is empty."""
+    seen = spy(monkeypatch)
+    run(learning_starts=0, updates_per_step=0.5, **settings)
+    assert len(seen.losses) == pytest.approx(100, abs=10)
+
+
+def test_learning_waits_until_all_ranks_have_transitions(monkeypatch):
+    """The decisions of another rank are counted in this one too, which may have none to sample yet."""
+    sizes = [0, 0, 0]
+    smallest = lambda number: sizes.pop() if sizes else number
+    monkeypatch.setattr(sac.distributed, "minimum", smallest)
+    seen = spy(monkeypatch)
+    run(learning_starts=20)
+    assert len(seen.losses) == 180 - 3 and not sizes
+
+
 def test_two_runs_with_one_seed_are_equal():
     first, second, other = (weights(run(seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -569,6 +588,27 @@ def test_a_resumed_run_keeps_the_transitions_of_players_that_restart(monkeypatch
     after = [(second.rb.obs[i], second.rb.obs[second.rb.next_row[i]]) for i in range(240)]
     np.testing.assert_array_equal(before, after)
     assert second.rb.num_added == 480
+
+
+def test_a_resumed_run_keeps_the_transitions_of_an_episode_that_cannot_continue(monkeypatch):
+    """Of two envs, one continues its episode, the other starts a new one. Both keep their own next observations."""
+    settings = dict(env_id="Pendulum-v1", num_envs=2, buffer_size=1000, save_buffer=True)
+    first = spy(monkeypatch)
+    folder = run(**settings, total_timesteps=100)
+    rows = lambda rb: [(rb.obs[i].copy(), rb.obs[rb.next_row[i]].copy()) for i in range(100)]
+    before = rows(first.rb)
+    restore = SyncEnvs.restore
+
+    def restore_one(envs, state):
+        obs, infos = restore(envs, state)
+        obs[0] += 1
+        return obs, infos | {"restarted": np.array([True, False])}
+
+    monkeypatch.setattr(SyncEnvs, "restore", restore_one)
+    second = spy(monkeypatch)
+    call(monkeypatch, "--resume", folder, "--total-timesteps", 200)
+    np.testing.assert_array_equal(before, rows(second.rb))
+    assert second.rb.num_added == 200 and second.rb.next_row[99] < 1000 <= second.rb.next_row[98]
 
 
 @pytest.mark.parametrize("bounds", [(-1.0, 1.0), (-0.4, 0.4), None])
