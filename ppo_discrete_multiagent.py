@@ -559,8 +559,8 @@ def train(args, resumed=None):
         # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
 
-        # Loop until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM). run.log ends an
-        # iteration: checkpoints and videos are written then if they are due
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -572,7 +572,7 @@ def train(args, resumed=None):
 
             # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
-            # rollout.size >= batch_size; in a distributed run also when the others have enough
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]

@@ -843,8 +843,8 @@ def train(args, resumed=None):
         if frames.size == 0:  # otherwise a checkpoint has restored the images of running episodes
             frames.add(ready, next_obs)
 
-        # Loop until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM). run.log ends an
-        # iteration: checkpoints and videos are written then if they are due
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -857,7 +857,7 @@ def train(args, resumed=None):
             envs_in_this_process = getattr(envs, "num_workers", None) == 0
             torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
             agent.eval()  # or else fast.Acting would change the mode at every step
-            # rollout.size >= batch_size; in a distributed run also when the others have enough
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 stacks = frames.last[ready]

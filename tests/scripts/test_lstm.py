@@ -252,6 +252,20 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_actor_and_critic_have_an_lstm_each():
+    """Difference (10): the value has no gradient in the policy's LSTM, and the other way round."""
+    agent = ppo.Agent(SPEC, ppo.Args(**SMALL))
+    inputs = torch.randn(3, 5), torch.ones(3, 9, dtype=bool), torch.randn(3, 24)
+    _, logprob, _, value, _ = agent.get_action_and_value(*inputs)
+    for output, own in [(logprob, "actor_memory"), (value, "critic_memory")]:
+        for name in ("actor_memory", "critic_memory"):
+            weight = getattr(agent, name).linear_ih.weight
+            (grad,) = torch.autograd.grad(
+                output.sum(), weight, allow_unused=True, retain_graph=True
+            )
+            assert (grad is not None) == (name == own)
+
+
 # Sequences
 
 
