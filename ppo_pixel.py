@@ -797,8 +797,8 @@ def train(args, resumed=None):
         #   frames.images()             a list with all images of each camera, uint8 tensors
         #   stacked(images, stacks)     a list of uint8 tensors (batch, stack size * channels, height,
         #                               width), from 0 to 255: Agent.encode() divides by 255
-        # Capacity: an image per row, a final one per row at most, and the current stacks. It grows if
-        # necessary
+        # Capacity: an image per row, at most one final image per row, and the current stacks. It
+        # grows if necessary
         num_images = 2 * batch_size + num_agents * spec["stack"]
         frames = Frames(spec["images"], spec["stack"], num_agents, num_images)
         rollout = Rollout(batch_size + num_agents, frames, spec)
