@@ -596,7 +596,7 @@ GRU_CELL = """class Memory(nn.Module):
 def gru_copy(code):
     """Return a copy of the script with another class Memory."""
     source = (ROOT / NAME).read_text()
-    old = source[source.index("class Memory(") : source.index("class Agent(")]
+    old = source[source.index("class Memory(") : source.index("def unroll(")]
     return copy_of(NAME, (old, code))
 
 
