@@ -59,6 +59,8 @@ from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -100,7 +102,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
@@ -158,6 +160,8 @@ def check(args):
     )
 
 
+# describe(args, envs) returns the spec of the policy: sizes and bounds as plain numbers, which
+# checkpoints store
 describe = partial(runs.describe, entities=True)
 
 
@@ -198,6 +202,7 @@ class Agent(nn.Module):
         if "entities" in spec:
             self.actor_mean = nn.Sequential(Entities(spec), self.actor_mean)
             self.critic = nn.Sequential(Entities(spec), self.critic)
+        # Tensors low and high, not in the state_dict. SB3 differs (10): far ones were rescaled
         self.bounds = runs.Bounds(spec)
 
     def get_value(self, obs):
@@ -218,16 +223,17 @@ class Agent(nn.Module):
         elif action is None:
             action = action_mean + action_std * torch.randn_like(action_mean)
 
-        # Log-density and entropy of a normal distribution, summed over the dimensions of the action
+        # Log-density and entropy of a normal distribution, summed over the action's dimensions.
+        # torch.distributions.Normal computes the same, but fast.Acting can't translate it
         z = (action - action_mean) / action_std
         logprob = (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
-        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
         return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()
 
     def act(self, obs, deterministic=False):
         """Return the actions to learn from, and the same actions within the bounds of the env."""
         action, _, _, _ = self.get_action_and_value(obs, deterministic=deterministic)
-        return action, action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (10)
+        return action, action.clamp(self.bounds.low, self.bounds.high)
 
 
 class Rollout:
@@ -247,7 +253,9 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
+    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
+    # for the loss in Batch and make_batch()
+    COLUMNS = (
         "slots",
         "obs",
         "actions",
@@ -359,40 +367,44 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
     # The sort by slot is stable, so the rows of each agent stay in the order of time
     order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    slots = rollout.slots[order]
     obs = torch.as_tensor(rollout.obs[order], device=args.device)
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    rewards = rollout.rewards[order]
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
     agent.eval()  # as when acting: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, actions)
-    advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
+    advantages = compute_advantages(
+        agent, slots, rewards, values, next_obs, terminated, truncated, args
+    )
     agent.train()
 
-    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
-    # slow rank of a distributed run may have fewer, and repeats some
+    # Learn from the first batch_size rows that arrived; later rows only gave next values. np.resize
+    # repeats rows on a slow rank of a distributed run that has fewer
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
     return Batch(
-        obs[used],
-        actions[used],
-        logprobs[used],
-        advantages[used],
-        advantages[used] + values[used],
-        values[used],
-        next_obs[used],
-        torch.as_tensor(rollout.terminated[order][used], device=args.device),
-        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+        obs=obs[used],
+        actions=actions[used],
+        logprobs=logprobs[used],
+        advantages=advantages[used],
+        returns=advantages[used] + values[used],
+        values=values[used],
+        next_obs=next_obs[used],
+        terminated=torch.as_tensor(terminated[used], device=args.device),
+        truncated=torch.as_tensor(truncated[used], device=args.device),
     )
 
 
-def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args):
-    """Return the advantages of all rows. `values` and `next_obs` are sorted already, by `order`."""
-    rewards = rollout.rewards[order]
-    slots = rollout.slots[order]
-    terminated = rollout.terminated[order]
-    truncated = rollout.truncated[order]
+def compute_advantages(agent, slots, rewards, values, next_obs, terminated, truncated, args):
+    """Return the advantages of rows that are sorted by agent."""
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
@@ -404,8 +416,6 @@ def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, ar
     next_values[bootstraps] = agent.get_value(next_obs[bootstraps]).cpu()
     next_values[terminated] = 0.0
 
-    if args.norm_reward:
-        rewards = np.clip(rewards * reward_scale, -10, 10)
     # Lists, because Python reads single numbers from them faster than from arrays
     columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
@@ -455,10 +465,11 @@ def update(agent, optimizer, batch, mb_inds, grad_weight, args):
     loss, metrics = ppo_loss(agent, mb, args)
     loss.backward()
     distributed.average_gradients(agent.parameters(), grad_weight)
+    # foreach=False: the compiler for CPUs has no fast form of foreach
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)
+    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
 
 
 @torch.no_grad()
@@ -475,10 +486,14 @@ def train(args, resumed=None):
     # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
-        num_agents = envs.num_envs
+        num_agents = envs.num_envs  # of all copies of the env, or of all games
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
-        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+        runs.check_batch(args, num_agents, spec)
+        batch_size = args.num_steps * num_agents
+        minibatch_size = batch_size // args.num_minibatches
+        # Whole iterations only. Each of the distributed.SIZE ranks collects batch_size rows
+        num_iterations = args.total_timesteps // (batch_size * distributed.SIZE)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE
 
         # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
         # num_agents more rows than needed
@@ -486,17 +501,22 @@ def train(args, resumed=None):
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
         return_rms = Normalizer()
         rollout = Rollout(batch_size + num_agents, num_agents, spec["obs_dim"], spec["action_dim"])
-        env_actions = np.zeros((num_agents, spec["action_dim"]), envs.single_action_space.dtype)
+        action_space = envs.single_action_space
+        env_actions = np.zeros((num_agents, *action_space.shape), action_space.dtype)
+        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
         initial_ent_coef = args.ent_coef
 
-        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
-        # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a message is printed.
-        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other Python
-        # values are constants of the compiled code, and a message says so if one changes.
-        # --no-fast switches both off. The results are the same up to rounding, unless the agent
-        # draws random numbers for anything other than its actions.
+        # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
+        # current weights. The first call and every 1000th are compared with agent.act. If something
+        # can't be translated or the results differ, agent.act itself is called from then on, and a
+        # message is printed.
+        # run.compile compiles `update`, with fast.Adam or any optimizer of torch.optim, if there is
+        # a C++ compiler: by default in runs of at least 5,000 updates, with --compile in any run.
+        # Learning rates, float arguments of `update` and float fields of args may change between
+        # calls. Other Python values that `update` reads are compiled in: if one changes, a message
+        # names it and `update` is no longer compiled (with --compile it is an error).
+        # --no-fast switches both off. The results are the same up to rounding if only actions are
+        # random. Dropout, for example, draws other random numbers when it is compiled.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -515,12 +535,14 @@ def train(args, resumed=None):
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its row of next_obs is new
-        #   closed     the reward of its last action has arrived: it is ready or its episode ended
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived. An agent that is new or was
+        #              restarted is ready but not closed
+        #   restarted  its game crashed and was started again: its pending action gets no reward
+        # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
 
-        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
-        # checkpoint_interval decisions
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -530,15 +552,15 @@ def train(args, resumed=None):
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]
-                actions, env_actions[ready] = act(obs)
+                actions, flat_actions[ready] = act(obs)
                 rollout.decide(ready, obs, actions)
-                run.spent("act")  # the time since the last record() or spent() counts as "act"
+                run.spent("act")  # logs the time since the last record() or spent() as time/act
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -550,9 +572,9 @@ def train(args, resumed=None):
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")  # the time to store the last step
+            run.spent("act")  # storing the last step
 
-            # Advantages
+            # Advantages. Small networks are faster with one thread
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
@@ -585,7 +607,7 @@ def train(args, resumed=None):
             run.spent("learn")
 
             # Log
-            scalars = fast.means(metrics)
+            scalars = fast.means(metrics)  # over the updates; {} without any
             scalars["losses/explained_variance"] = (
                 1 - (batch.advantages.var() / batch.returns.var()).item()
             )

@@ -61,6 +61,8 @@ from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -102,7 +104,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
@@ -137,7 +139,8 @@ PRESETS = {
         num_steps=64, num_minibatches=8, update_epochs=3, ent_coef=5e-3, anneal_lr=False,
         norm_reward=False, hidden_sizes=(128, 128), activation="silu",
     ),
-    # Two behaviors: --behavior BigWall SmallWall. All agents may be of the same one for a while
+    # Two behaviors: --behavior BigWall SmallWall. At times all agents have the same behavior, hence
+    # max_agents
     "WallClimb": dict(
         total_timesteps=60_000, max_agents=24, num_steps=64, num_minibatches=8, update_epochs=4,
         learning_rate=1e-3, ent_coef=0.01, norm_obs=False, norm_reward=False,
@@ -163,6 +166,8 @@ def check(args):
     )
 
 
+# describe(args, envs) returns the spec of the policy: sizes and bounds as plain numbers, which
+# checkpoints store
 describe = partial(runs.describe, discrete=True, entities=True)
 
 
@@ -203,7 +208,7 @@ class Agent(nn.Module):
             self.actor = nn.Sequential(Entities(spec), self.actor)
             self.critic = nn.Sequential(Entities(spec), self.critic)
         ends = np.cumsum(spec["branches"]).tolist()
-        self.branches = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
+        self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
         self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
 
     def get_value(self, obs):
@@ -212,7 +217,7 @@ class Agent(nn.Module):
     def get_choice_logprobs(self, x, mask):
         """Return the log-probs of all choices, one tensor per branch. mask: 0 if not allowed."""
         logits = self.actor(x) + (mask.float() - 1.0) * 1e8
-        return [logits[:, branch].log_softmax(1) for branch in self.branches]
+        return [logits[:, branch].log_softmax(1) for branch in self.branch_slices]
 
     def get_action_and_value(self, obs, mask, action=None, deterministic=False):
         """Return actions, their log-probs, the entropy of the policy and the values of the
@@ -222,16 +227,17 @@ class Agent(nn.Module):
         evaluation and export use it through `act`.
         """
         x = self.obs_rms(obs)
-        logprobs = self.get_choice_logprobs(x, mask)
+        choice_logprobs = self.get_choice_logprobs(x, mask)
         if action is None and deterministic:
-            action = torch.cat([p.argmax(1, True) for p in logprobs], 1)
+            action = torch.cat([logp.argmax(1, True) for logp in choice_logprobs], 1)
         elif action is None:
-            action = torch.cat([torch.multinomial(p.exp(), 1) for p in logprobs], 1)
+            action = torch.cat([torch.multinomial(logp.exp(), 1) for logp in choice_logprobs], 1)
 
-        # Log-prob and entropy of categorical distributions, summed over the branches
-        chosen = [p.gather(1, action[:, i : i + 1]) for i, p in enumerate(logprobs)]
+        # Log-prob and entropy of categorical distributions, summed over the branches.
+        # torch.distributions computes the same, but fast.Acting can't translate it
+        chosen = [logp.gather(1, action[:, i : i + 1]) for i, logp in enumerate(choice_logprobs)]
         logprob = torch.cat(chosen, 1).sum(1)
-        entropy = -sum((p.exp() * p).sum(1) for p in logprobs)
+        entropy = -sum((logp.exp() * logp).sum(1) for logp in choice_logprobs)
         return action, logprob, entropy, self.critic(x).flatten()
 
     def act(self, obs, mask, deterministic=False):
@@ -257,7 +263,9 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
+    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
+    # for the loss in Batch and make_batch()
+    COLUMNS = (
         "slots",
         "obs",
         "masks",
@@ -375,42 +383,46 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
     # The sort by slot is stable, so the rows of each agent stay in the order of time
     order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    slots = rollout.slots[order]
     obs = torch.as_tensor(rollout.obs[order], device=args.device)
     masks = torch.as_tensor(rollout.masks[order], device=args.device)
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    rewards = rollout.rewards[order]
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
     agent.eval()  # as when acting: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
-    advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
+    advantages = compute_advantages(
+        agent, slots, rewards, values, next_obs, terminated, truncated, args
+    )
     agent.train()
 
-    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
-    # slow rank of a distributed run may have fewer, and repeats some
+    # Learn from the first batch_size rows that arrived; later rows only gave next values. np.resize
+    # repeats rows on a slow rank of a distributed run that has fewer
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
     return Batch(
-        obs[used],
-        masks[used],
-        actions[used],
-        logprobs[used],
-        advantages[used],
-        advantages[used] + values[used],
-        values[used],
-        next_obs[used],
-        torch.as_tensor(rollout.terminated[order][used], device=args.device),
-        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+        obs=obs[used],
+        masks=masks[used],
+        actions=actions[used],
+        logprobs=logprobs[used],
+        advantages=advantages[used],
+        returns=advantages[used] + values[used],
+        values=values[used],
+        next_obs=next_obs[used],
+        terminated=torch.as_tensor(terminated[used], device=args.device),
+        truncated=torch.as_tensor(truncated[used], device=args.device),
     )
 
 
-def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args):
-    """Return the advantages of all rows. `values` and `next_obs` are sorted already, by `order`."""
-    rewards = rollout.rewards[order]
-    slots = rollout.slots[order]
-    terminated = rollout.terminated[order]
-    truncated = rollout.truncated[order]
+def compute_advantages(agent, slots, rewards, values, next_obs, terminated, truncated, args):
+    """Return the advantages of rows that are sorted by agent."""
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
@@ -422,8 +434,6 @@ def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, ar
     next_values[bootstraps] = agent.get_value(next_obs[bootstraps]).cpu()
     next_values[terminated] = 0.0
 
-    if args.norm_reward:
-        rewards = np.clip(rewards * reward_scale, -10, 10)
     # Lists, because Python reads single numbers from them faster than from arrays
     columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
@@ -473,10 +483,11 @@ def update(agent, optimizer, batch, mb_inds, grad_weight, args):
     loss, metrics = ppo_loss(agent, mb, args)
     loss.backward()
     distributed.average_gradients(agent.parameters(), grad_weight)
+    # foreach=False: the compiler for CPUs has no fast form of foreach
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)
+    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
 
 
 @torch.no_grad()
@@ -493,10 +504,14 @@ def train(args, resumed=None):
     # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
-        num_agents = envs.num_envs
+        num_agents = envs.num_envs  # of all copies of the env, or of all games
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
-        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+        runs.check_batch(args, num_agents, spec)
+        batch_size = args.num_steps * num_agents
+        minibatch_size = batch_size // args.num_minibatches
+        # Whole iterations only. Each of the distributed.SIZE ranks collects batch_size rows
+        num_iterations = args.total_timesteps // (batch_size * distributed.SIZE)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE
 
         # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
         # num_agents more rows than needed
@@ -506,17 +521,20 @@ def train(args, resumed=None):
         rollout = Rollout(batch_size + num_agents, num_agents, spec["obs_dim"], spec["branches"])
         action_space = envs.single_action_space
         env_actions = np.zeros((num_agents, *action_space.shape), action_space.dtype)
-        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per branch
+        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
         initial_ent_coef = args.ent_coef
 
-        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
-        # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a message is printed.
-        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other Python
-        # values are constants of the compiled code, and a message says so if one changes.
-        # --no-fast switches both off. The results are the same up to rounding, unless the agent
-        # draws random numbers for anything other than its actions.
+        # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
+        # current weights. The first call and every 1000th are compared with agent.act. If something
+        # can't be translated or the results differ, agent.act itself is called from then on, and a
+        # message is printed.
+        # run.compile compiles `update`, with fast.Adam or any optimizer of torch.optim, if there is
+        # a C++ compiler: by default in runs of at least 5,000 updates, with --compile in any run.
+        # Learning rates, float arguments of `update` and float fields of args may change between
+        # calls. Other Python values that `update` reads are compiled in: if one changes, a message
+        # names it and `update` is no longer compiled (with --compile it is an error).
+        # --no-fast switches both off. The results are the same up to rounding if only actions are
+        # random. Dropout, for example, draws other random numbers when it is compiled.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -535,12 +553,14 @@ def train(args, resumed=None):
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
-        #   closed     the reward of its last action has arrived: it is ready or its episode ended
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived. An agent that is new or was
+        #              restarted is ready but not closed
+        #   restarted  its game crashed and was started again: its pending action gets no reward
+        # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
 
-        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
-        # checkpoint_interval decisions
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -550,16 +570,16 @@ def train(args, resumed=None):
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]
                 masks = infos["action_mask"][ready]
                 actions, flat_actions[ready] = act(obs, masks)
                 rollout.decide(ready, obs, masks, actions)
-                run.spent("act")  # the time since the last record() or spent() counts as "act"
+                run.spent("act")  # logs the time since the last record() or spent() as time/act
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -571,9 +591,9 @@ def train(args, resumed=None):
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")  # the time to store the last step
+            run.spent("act")  # storing the last step
 
-            # Advantages
+            # Advantages. Small networks are faster with one thread
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
@@ -606,7 +626,7 @@ def train(args, resumed=None):
             run.spent("learn")
 
             # Log
-            scalars = fast.means(metrics)
+            scalars = fast.means(metrics)  # over the updates; {} without any
             scalars["losses/explained_variance"] = (
                 1 - (batch.advantages.var() / batch.returns.var()).item()
             )

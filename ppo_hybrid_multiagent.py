@@ -66,6 +66,8 @@ from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -107,7 +109,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
@@ -146,6 +148,8 @@ def check(args):
     )
 
 
+# describe(args, envs) returns the spec of the policy: sizes and bounds as plain numbers, which
+# checkpoints store
 describe = partial(runs.describe, hybrid=True, entities=True)
 
 
@@ -189,7 +193,8 @@ class Agent(nn.Module):
             self.actor = nn.Sequential(Entities(spec), self.actor)
             self.critic = nn.Sequential(Entities(spec), self.critic)
         ends = np.cumsum(spec["branches"]).tolist()
-        self.branches = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
+        self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
+        # Tensors low and high, not in the state_dict. SB3 differs (10): far ones were rescaled
         self.bounds = runs.Bounds(spec)
 
     def get_value(self, obs):
@@ -201,7 +206,7 @@ class Agent(nn.Module):
         outputs = self.actor(x)
         action_mean = outputs[:, : self.action_dim]
         logits = outputs[:, self.action_dim :] + (mask.float() - 1.0) * 1e8
-        return action_mean, [logits[:, branch].log_softmax(1) for branch in self.branches]
+        return action_mean, [logits[:, branch].log_softmax(1) for branch in self.branch_slices]
 
     def get_action_and_value(self, obs, mask, action=None, deterministic=False):
         """Return actions, their log-probs, the entropy of the policy and the values of the
@@ -211,26 +216,27 @@ class Agent(nn.Module):
         evaluation and export use it through `act`.
         """
         x = self.obs_rms(obs)
-        action_mean, logprobs = self.get_mean_and_choice_logprobs(x, mask)
+        action_mean, choice_logprobs = self.get_mean_and_choice_logprobs(x, mask)
         action_std = self.actor_logstd.exp()
         if action is None and deterministic:
-            choices = [p.argmax(1, True).float() for p in logprobs]
+            choices = [logp.argmax(1, True).float() for logp in choice_logprobs]
             action = torch.cat([action_mean, *choices], 1)
         elif action is None:
             continuous = action_mean + action_std * torch.randn_like(action_mean)
-            choices = [torch.multinomial(p.exp(), 1).float() for p in logprobs]
+            choices = [torch.multinomial(logp.exp(), 1).float() for logp in choice_logprobs]
             action = torch.cat([continuous, *choices], 1)
 
-        # Log-density of normal distributions and log-probs of categorical ones, side by side
+        # Log-density of normal distributions and log-probs of categorical ones, side by side.
+        # torch.distributions computes the same, but fast.Acting can't translate it
         z = (action[:, : self.action_dim] - action_mean) / action_std
         density = -0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)
         choices = action[:, self.action_dim :].long()
-        chosen = [p.gather(1, choices[:, i : i + 1]) for i, p in enumerate(logprobs)]
+        chosen = [logp.gather(1, choices[:, i : i + 1]) for i, logp in enumerate(choice_logprobs)]
 
         # The parts are independent: log-probs and entropies are sums over dimensions and branches
         logprob = torch.cat([density, *chosen], 1).sum(1)
-        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()
-        entropy = entropy - sum((p.exp() * p).sum(1) for p in logprobs)
+        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        entropy = entropy - sum((logp.exp() * logp).sum(1) for logp in choice_logprobs)
         return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()
 
     def act(self, obs, mask, deterministic=False):
@@ -238,7 +244,7 @@ class Agent(nn.Module):
         action, _, _, _ = self.get_action_and_value(obs, mask, deterministic=deterministic)
         continuous = action[:, : self.action_dim].clamp(self.bounds.low, self.bounds.high)
         choices = action[:, self.action_dim :]
-        return action, torch.cat([continuous, choices], 1)  # SB3 differs (10)
+        return action, torch.cat([continuous, choices], 1)
 
 
 class Rollout:
@@ -258,7 +264,9 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
+    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
+    # for the loss in Batch and make_batch()
+    COLUMNS = (
         "slots",
         "obs",
         "masks",
@@ -376,42 +384,46 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
     # The sort by slot is stable, so the rows of each agent stay in the order of time
     order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    slots = rollout.slots[order]
     obs = torch.as_tensor(rollout.obs[order], device=args.device)
     masks = torch.as_tensor(rollout.masks[order], device=args.device)
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    rewards = rollout.rewards[order]
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
     agent.eval()  # as when acting: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
-    advantages = compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args)
+    advantages = compute_advantages(
+        agent, slots, rewards, values, next_obs, terminated, truncated, args
+    )
     agent.train()
 
-    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
-    # slow rank of a distributed run may have fewer, and repeats some
+    # Learn from the first batch_size rows that arrived; later rows only gave next values. np.resize
+    # repeats rows on a slow rank of a distributed run that has fewer
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
     return Batch(
-        obs[used],
-        masks[used],
-        actions[used],
-        logprobs[used],
-        advantages[used],
-        advantages[used] + values[used],
-        values[used],
-        next_obs[used],
-        torch.as_tensor(rollout.terminated[order][used], device=args.device),
-        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+        obs=obs[used],
+        masks=masks[used],
+        actions=actions[used],
+        logprobs=logprobs[used],
+        advantages=advantages[used],
+        returns=advantages[used] + values[used],
+        values=values[used],
+        next_obs=next_obs[used],
+        terminated=torch.as_tensor(terminated[used], device=args.device),
+        truncated=torch.as_tensor(truncated[used], device=args.device),
     )
 
 
-def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, args):
-    """Return the advantages of all rows. `values` and `next_obs` are sorted already, by `order`."""
-    rewards = rollout.rewards[order]
-    slots = rollout.slots[order]
-    terminated = rollout.terminated[order]
-    truncated = rollout.truncated[order]
+def compute_advantages(agent, slots, rewards, values, next_obs, terminated, truncated, args):
+    """Return the advantages of rows that are sorted by agent."""
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
@@ -423,8 +435,6 @@ def compute_advantages(agent, rollout, order, values, next_obs, reward_scale, ar
     next_values[bootstraps] = agent.get_value(next_obs[bootstraps]).cpu()
     next_values[terminated] = 0.0
 
-    if args.norm_reward:
-        rewards = np.clip(rewards * reward_scale, -10, 10)
     # Lists, because Python reads single numbers from them faster than from arrays
     columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
@@ -474,10 +484,11 @@ def update(agent, optimizer, batch, mb_inds, grad_weight, args):
     loss, metrics = ppo_loss(agent, mb, args)
     loss.backward()
     distributed.average_gradients(agent.parameters(), grad_weight)
+    # foreach=False: the compiler for CPUs has no fast form of foreach
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)
+    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
 
 
 @torch.no_grad()
@@ -494,10 +505,14 @@ def train(args, resumed=None):
     # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
-        num_agents = envs.num_envs
+        num_agents = envs.num_envs  # of all copies of the env, or of all games
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
-        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+        runs.check_batch(args, num_agents, spec)
+        batch_size = args.num_steps * num_agents
+        minibatch_size = batch_size // args.num_minibatches
+        # Whole iterations only. Each of the distributed.SIZE ranks collects batch_size rows
+        num_iterations = args.total_timesteps // (batch_size * distributed.SIZE)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE
 
         # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
         # num_agents more rows than needed
@@ -506,17 +521,22 @@ def train(args, resumed=None):
         return_rms = Normalizer()
         sizes = (spec["obs_dim"], spec["action_dim"], spec["branches"])
         rollout = Rollout(batch_size + num_agents, num_agents, *sizes)
-        env_actions = np.zeros_like(rollout.pending_actions)
+        action_space = envs.single_action_space
+        env_actions = np.zeros((num_agents, *action_space.shape), action_space.dtype)
+        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
         initial_ent_coef = args.ent_coef
 
-        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
-        # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a message is printed.
-        # run.compile compiles the update of long runs, with fast.Adam or any optimizer of
-        # torch.optim. Learning rates and floats of args may change during the run; other Python
-        # values are constants of the compiled code, and a message says so if one changes.
-        # --no-fast switches both off. The results are the same up to rounding, unless the agent
-        # draws random numbers for anything other than its actions.
+        # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
+        # current weights. The first call and every 1000th are compared with agent.act. If something
+        # can't be translated or the results differ, agent.act itself is called from then on, and a
+        # message is printed.
+        # run.compile compiles `update`, with fast.Adam or any optimizer of torch.optim, if there is
+        # a C++ compiler: by default in runs of at least 5,000 updates, with --compile in any run.
+        # Learning rates, float arguments of `update` and float fields of args may change between
+        # calls. Other Python values that `update` reads are compiled in: if one changes, a message
+        # names it and `update` is no longer compiled (with --compile it is an error).
+        # --no-fast switches both off. The results are the same up to rounding if only actions are
+        # random. Dropout, for example, draws other random numbers when it is compiled.
         act = fast.Acting(agent, enabled=args.fast)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
@@ -535,12 +555,14 @@ def train(args, resumed=None):
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
-        #   closed     the reward of its last action has arrived: it is ready or its episode ended
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived. An agent that is new or was
+        #              restarted is ready but not closed
+        #   restarted  its game crashed and was started again: its pending action gets no reward
+        # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
 
-        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
-        # checkpoint_interval decisions
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -550,16 +572,16 @@ def train(args, resumed=None):
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]
                 masks = infos["action_mask"][ready]
-                actions, env_actions[ready] = act(obs, masks)
+                actions, flat_actions[ready] = act(obs, masks)
                 rollout.decide(ready, obs, masks, actions)
-                run.spent("act")  # the time since the last record() or spent() counts as "act"
+                run.spent("act")  # logs the time since the last record() or spent() as time/act
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -571,9 +593,9 @@ def train(args, resumed=None):
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")  # the time to store the last step
+            run.spent("act")  # storing the last step
 
-            # Advantages
+            # Advantages. Small networks are faster with one thread
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
@@ -606,7 +628,7 @@ def train(args, resumed=None):
             run.spent("learn")
 
             # Log
-            scalars = fast.means(metrics)
+            scalars = fast.means(metrics)  # over the updates; {} without any
             scalars["losses/explained_variance"] = (
                 1 - (batch.advantages.var() / batch.returns.var()).item()
             )

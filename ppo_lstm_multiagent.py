@@ -53,6 +53,10 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise become huge as
     soon as it changes.
+10. In CleanRL actor and critic share one LSTM, gradients go back through all num_steps, and the
+    state is reset within the sequence where an episode ends. In sb3-contrib and this script each
+    has its own LSTM. Here gradients go back at most --sequence-length decisions, and a sequence
+    ends with the episode.
 """
 
 import os
@@ -74,6 +78,8 @@ from onefile_rl.entities import Entities, num_features
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -87,7 +93,7 @@ class Args(runs.Args):
     num_steps: int = 2048
     """decisions per agent in each iteration; the batch size is num_steps * number of agents"""
     num_minibatches: int = 32
-    """the number of minibatches per epoch"""
+    """the number of minibatches per epoch; they consist of whole sequences, so their rows vary"""
     update_epochs: int = 10
     """the number of epochs per iteration; 0 updates the normalization statistics only"""
     gamma: float = 0.99
@@ -115,7 +121,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running standard deviation of the discounted return"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     memory_size: int = 128
@@ -123,7 +129,7 @@ class Args(runs.Args):
     sequence_length: int = 64
     """the maximum number of decisions that a gradient goes back through"""
     forget_bias: float = 0.0
-    """added to the initial biases of the forget gates; with larger values the LSTM forgets later"""
+    """added to the initial biases of the forget gates; larger values: it remembers longer"""
     activation: Literal["tanh", "silu"] = "tanh"
     """the activation function; silu is ML-Agents' swish"""
 
@@ -170,6 +176,7 @@ def check(args):
 
 
 def describe(args, envs):
+    """Return the spec of the policy: sizes as plain numbers, which checkpoints store."""
     return runs.describe(args, envs, discrete=True, entities=True) | {"memory": args.memory_size}
 
 
@@ -188,15 +195,18 @@ def mlp(sizes, activation):
 
 
 class Memory(nn.Module):
-    """An LSTM. Its state is one vector of `state_size` numbers: the hidden state and the cells.
+    """An LSTM. Its state is one vector of `memory_size` numbers: the hidden state and the cells.
 
     To use another cell, for example a GRU, change this class: acting, learning and export all use
-    its `step`. `output_size` is the size of the output.
+    its `step`. `output_size` is the size of the output. Only --forget-bias, and in check() that
+    --memory-size must be even, are about LSTMs.
+
+    nn.LSTMCell computes the same, but fast.Acting and fast.Unrolled do not support it.
     """
 
-    def __init__(self, input_size, state_size, forget_bias=0.0):
+    def __init__(self, input_size, memory_size, forget_bias=0.0):
         super().__init__()
-        hidden_size = state_size // 2
+        hidden_size = memory_size // 2
         self.output_size = hidden_size
         self.linear_ih = nn.Linear(input_size, 4 * hidden_size)
         self.linear_hh = nn.Linear(hidden_size, 4 * hidden_size)
@@ -204,13 +214,26 @@ class Memory(nn.Module):
             nn.init.uniform_(parameter, -(hidden_size**-0.5), hidden_size**-0.5)
         self.linear_ih.bias.data[hidden_size : 2 * hidden_size] += forget_bias
 
-    def step(self, x, lstm_state):
+    def step(self, x, state):
         """Return the output and the new state after one decision."""
-        h, c = lstm_state.chunk(2, 1)
+        h, c = state.chunk(2, 1)
         i, f, g, o = (self.linear_ih(x) + self.linear_hh(h)).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         return h, torch.cat([h, c], 1)
+
+
+def unroll(memory, x, state, packed_sizes):
+    """Return the outputs of a memory over the sequences of a minibatch.
+
+    x: the inputs, packed as minibatches() says
+    state: the states at the start of the sequences
+    """
+    outputs = []
+    for x_step in x.split(packed_sizes.tolist()):
+        output, state = memory.step(x_step, state[: len(x_step)])  # sequences that have this step
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
 class Agent(nn.Module):
@@ -219,6 +242,8 @@ class Agent(nn.Module):
     `spec` describes the env: obs_dim, branches (the number of choices in each branch), start (the
     first choice of each branch, usually 0), memory (the size of an LSTM's state), and entities (see
     onefile_rl/entities.py) if it has any.
+
+    `lstm_state` is the state of both LSTMs, the actor's first: 2 * memory numbers per row.
     """
 
     def __init__(self, spec, args):
@@ -235,65 +260,72 @@ class Agent(nn.Module):
         if "entities" in spec:
             self.actor_layers = nn.Sequential(Entities(spec), self.actor_layers)
             self.critic_layers = nn.Sequential(Entities(spec), self.critic_layers)
+        # Each its own LSTM: CleanRL differs (10)
         self.actor_memory = Memory(sizes[-1], spec["memory"], args.forget_bias)
         self.critic_memory = Memory(sizes[-1], spec["memory"], args.forget_bias)
         hidden_size = self.actor_memory.output_size
         self.actor = layer_init(nn.Linear(hidden_size, sum(spec["branches"])), std=0.01)
         self.critic = layer_init(nn.Linear(hidden_size, 1), std=1.0)
-        self.unrolled = fast.Unrolled(enabled=args.fast)
+        # unroll() for each of several memories. With args.fast numpy computes the same, and falls
+        # back to unroll() if `step` is not an LSTM
+        self.unrolled = fast.Unrolled(unroll, enabled=args.fast)
         ends = np.cumsum(spec["branches"]).tolist()
-        self.branches = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
+        self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
         self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
 
-    def get_states(self, obs, lstm_state, sizes=None):
-        """Return the outputs of the LSTMs of actor and critic, and the new state.
-
-        Without `sizes`, each row of obs is one decision, and lstm_state has a row for each. With
-        `sizes`, the rows of obs are sequences as minibatches() packs them, lstm_state has a row for
-        the start of each sequence, and no new state is returned.
-        """
+    def encode(self, obs):
+        """Return the inputs of the LSTMs of actor and critic."""
         x = self.obs_rms(obs)
-        actor_x = self.actor_layers(x)
-        critic_x = self.critic_layers(x)
+        return self.actor_layers(x), self.critic_layers(x)
+
+    def step(self, obs, lstm_state):
+        """Return the outputs of the LSTMs of actor and critic after one decision per row, and the
+        new LSTM state."""
+        actor_x, critic_x = self.encode(obs)
         actor_state, critic_state = lstm_state.chunk(2, 1)
-        if sizes is not None:
-            memories = (self.actor_memory, self.critic_memory)
-            states = (actor_state, critic_state)
-            actor_hidden, critic_hidden = self.unrolled(
-                memories, (actor_x, critic_x), states, sizes
-            )
-            return actor_hidden, critic_hidden, None
         actor_hidden, actor_state = self.actor_memory.step(actor_x, actor_state)
         critic_hidden, critic_state = self.critic_memory.step(critic_x, critic_state)
         return actor_hidden, critic_hidden, torch.cat([actor_state, critic_state], 1)
 
+    def unroll(self, obs, lstm_state, packed_sizes):
+        """Return the outputs of the LSTMs of actor and critic over the sequences of a minibatch.
+        `lstm_state` has a row for the start of each sequence."""
+        memories = (self.actor_memory, self.critic_memory)
+        return self.unrolled(memories, self.encode(obs), lstm_state.chunk(2, 1), packed_sizes)
+
     def get_value(self, obs, lstm_state):
-        _, hidden, _ = self.get_states(obs, lstm_state)
+        _, hidden, _ = self.step(obs, lstm_state)
         return self.critic(hidden).flatten()
 
     def get_action_and_value(
-        self, obs, mask, lstm_state, action=None, sizes=None, deterministic=False
+        self, obs, mask, lstm_state, action=None, packed_sizes=None, deterministic=False
     ):
         """Return actions, their log-probs, the entropy of the policy, the values of the
         observations, and the new LSTM state.
 
         Actions are sampled unless they are given. Acting, learning, evaluation and export all use
-        this method. `sizes`: see get_states().
+        this method. With `packed_sizes` the rows are sequences as minibatches() packs them,
+        `lstm_state` has a row for the start of each sequence, and the new LSTM state is None.
         """
-        actor_hidden, critic_hidden, lstm_state = self.get_states(obs, lstm_state, sizes)
+        if packed_sizes is None:
+            actor_hidden, critic_hidden, new_lstm_state = self.step(obs, lstm_state)
+        else:
+            actor_hidden, critic_hidden = self.unroll(obs, lstm_state, packed_sizes)
+            new_lstm_state = None
         # mask: 0 where a choice is not allowed
         logits = self.actor(actor_hidden) + (mask.float() - 1.0) * 1e8
-        logprobs = [logits[:, branch].log_softmax(1) for branch in self.branches]
+        choice_logprobs = [logits[:, branch].log_softmax(1) for branch in self.branch_slices]
         if action is None and deterministic:
-            action = torch.cat([p.argmax(1, True) for p in logprobs], 1)
+            action = torch.cat([logp.argmax(1, True) for logp in choice_logprobs], 1)
         elif action is None:
-            action = torch.cat([torch.multinomial(p.exp(), 1) for p in logprobs], 1)
+            action = torch.cat([torch.multinomial(logp.exp(), 1) for logp in choice_logprobs], 1)
 
-        # Log-prob and entropy of categorical distributions, summed over the branches
-        chosen = [p.gather(1, action[:, i : i + 1]) for i, p in enumerate(logprobs)]
+        # Log-prob and entropy of categorical distributions, summed over the branches.
+        # torch.distributions computes the same, but fast.Acting can't translate it
+        chosen = [logp.gather(1, action[:, i : i + 1]) for i, logp in enumerate(choice_logprobs)]
         logprob = torch.cat(chosen, 1).sum(1)
-        entropy = -sum((p.exp() * p).sum(1) for p in logprobs)
-        return action, logprob, entropy, self.critic(critic_hidden).flatten(), lstm_state
+        entropy = -sum((logp.exp() * logp).sum(1) for logp in choice_logprobs)
+        return action, logprob, entropy, self.critic(critic_hidden).flatten(), new_lstm_state
 
     def act(self, obs, mask, lstm_state, deterministic=False):
         """Return the actions to learn from, the same actions as the env counts them, and the new
@@ -322,13 +354,15 @@ class Rollout:
     the states before the decisions.
     """
 
-    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
+    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
+    # for the loss in Batch and make_batch()
+    COLUMNS = (
         "slots",
         "obs",
         "masks",
         "lstm_states",
         "actions",
-        "iterations",
+        "stale",
         "rewards",
         "next_obs",
         "terminated",
@@ -336,14 +370,14 @@ class Rollout:
         "discounted_returns",
     )
 
-    def __init__(self, capacity, num_slots, obs_dim, branches, state_size):
+    def __init__(self, capacity, num_slots, obs_dim, branches, lstm_state_size):
         self.size = 0
         self.slots = np.zeros(capacity, int)
         self.obs = np.zeros((capacity, obs_dim), np.float32)
         self.masks = np.zeros((capacity, sum(branches)), bool)
-        self.lstm_states = np.zeros((capacity, state_size), np.float32)
+        self.lstm_states = np.zeros((capacity, lstm_state_size), np.float32)
         self.actions = np.zeros((capacity, len(branches)), int)
-        self.iterations = np.zeros(capacity, int)  # in which the actions were chosen
+        self.stale = np.zeros(capacity, bool)  # the action was chosen before the last update
         self.rewards = np.zeros(capacity)
         self.next_obs = np.zeros((capacity, obs_dim), np.float32)
         self.terminated = np.zeros(capacity, bool)
@@ -351,19 +385,19 @@ class Rollout:
         self.discounted_returns = np.zeros(capacity)  # of the episode so far, to normalize rewards
         self.pending_obs = np.zeros((num_slots, obs_dim), np.float32)
         self.pending_masks = np.zeros((num_slots, sum(branches)), bool)
-        self.pending_lstm_states = np.zeros((num_slots, state_size), np.float32)
+        self.pending_lstm_states = np.zeros((num_slots, lstm_state_size), np.float32)
         self.pending_actions = np.zeros((num_slots, len(branches)), int)
-        self.pending_iterations = np.zeros(num_slots, int)
+        self.pending_stale = np.zeros(num_slots, bool)
         self.running_returns = np.zeros(num_slots)  # the last discounted return of each slot
 
-    def decide(self, slots, obs, masks, lstm_states, actions, iteration):
+    def decide(self, slots, obs, masks, lstm_states, actions):
         """Remember the decisions of these slots until their rewards arrive."""
         slots = self.as_index(slots)
         self.pending_obs[slots] = obs
         self.pending_masks[slots] = masks
         self.pending_lstm_states[slots] = lstm_states
         self.pending_actions[slots] = actions
-        self.pending_iterations[slots] = iteration
+        self.pending_stale[slots] = False
 
     def as_index(self, slots):
         """Return a slice if these are all slots: numpy copies slices faster."""
@@ -381,7 +415,7 @@ class Rollout:
         self.masks[rows] = self.pending_masks[index]
         self.lstm_states[rows] = self.pending_lstm_states[index]
         self.actions[rows] = self.pending_actions[index]
-        self.iterations[rows] = self.pending_iterations[index]
+        self.stale[rows] = self.pending_stale[index]
         self.rewards[rows] = reward[index]
         self.next_obs[rows] = next_obs[index]
         self.terminated[rows] = terminated[index]
@@ -411,11 +445,16 @@ class Rollout:
         self.running_returns[slots] = 0
 
     def remove(self, num_rows):
-        """Remove the first rows, which have been learned from."""
+        """Remove the first rows, which have been learned from.
+
+        The weights have changed: what remains was decided with older ones and is stale.
+        """
         for name in self.COLUMNS:
             column = getattr(self, name)
             column[: self.size - num_rows] = column[num_rows : self.size]
         self.size -= num_rows
+        self.stale[: self.size] = True
+        self.pending_stale[:] = True
 
 
 def gae(rewards, values, next_values, continues, gamma, gae_lambda):
@@ -441,22 +480,29 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     values: torch.Tensor
     begins: torch.Tensor  # whether a sequence begins at the row
-    # PPO does not need these columns. They are here for custom losses
+    # PPO does not need these columns. They are here for custom losses. The value of next_obs also
+    # needs the next LSTM state, which make_batch() has
     next_obs: torch.Tensor  # the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
 
 @torch.no_grad()
-def make_batch(agent, rollout, batch_size, reward_scale, iteration, args):
+def make_batch(agent, rollout, batch_size, reward_scale, args):
     """Return the first `batch_size` rows of the rollout, sorted by agent, with their advantages."""
     # The sort by slot is stable, so the rows of each agent stay in the order of time
     order = np.argsort(rollout.slots[: rollout.size], kind="stable")
+    slots = rollout.slots[order]
     obs = torch.as_tensor(rollout.obs[order], device=args.device)
     masks = torch.as_tensor(rollout.masks[order], device=args.device)
     lstm_states = torch.as_tensor(rollout.lstm_states[order], device=args.device)
     actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    rewards = rollout.rewards[order]
     next_obs = torch.as_tensor(rollout.next_obs[order], device=args.device)
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
@@ -466,51 +512,44 @@ def make_batch(agent, rollout, batch_size, reward_scale, iteration, args):
         obs, masks, lstm_states, actions
     )
     advantages = compute_advantages(
-        agent, rollout, order, values, next_obs, next_lstm_states, reward_scale, args
+        agent, slots, rewards, values, next_obs, next_lstm_states, terminated, truncated, args
     )
     agent.train()
 
-    # The first batch_size rows that arrived. A slow rank of a distributed run may have fewer
+    # Learn from the first batch_size rows that arrived; later rows only gave next values. A slow
+    # rank of a distributed run may have fewer
     used = np.flatnonzero(order < batch_size)
-    begins = sequence_begins(rollout, order, iteration)
+    begins = sequence_begins(slots, terminated | truncated, rollout.stale[order])
     return Batch(
-        obs[used],
-        masks[used],
-        lstm_states[used],
-        actions[used],
-        logprobs[used],
-        advantages[used],
-        advantages[used] + values[used],
-        values[used],
-        torch.as_tensor(begins[used], device=args.device),
-        next_obs[used],
-        torch.as_tensor(rollout.terminated[order][used], device=args.device),
-        torch.as_tensor(rollout.truncated[order][used], device=args.device),
+        obs=obs[used],
+        masks=masks[used],
+        lstm_states=lstm_states[used],
+        actions=actions[used],
+        logprobs=logprobs[used],
+        advantages=advantages[used],
+        returns=advantages[used] + values[used],
+        values=values[used],
+        begins=torch.as_tensor(begins[used], device=args.device),
+        next_obs=next_obs[used],
+        terminated=torch.as_tensor(terminated[used], device=args.device),
+        truncated=torch.as_tensor(truncated[used], device=args.device),
     )
 
 
-def sequence_begins(rollout, order, iteration):
-    """Return for each row whether a sequence begins there.
+def sequence_begins(slots, done, stale):
+    """Return for each row, sorted by agent, whether a sequence begins there.
 
-    A sequence ends with an episode, and with a row whose action was chosen by older weights: from
-    there the current weights would arrive at another state than the one stored in the next row.
+    A sequence begins with each agent, with each episode, and after a stale row: older weights
+    computed the state that follows a stale row, and the current weights would arrive at another.
     """
-    slots = rollout.slots[order]
-    done = rollout.terminated[order] | rollout.truncated[order]
-    is_old = rollout.iterations[order] < iteration
-    ends = (slots[1:] != slots[:-1]) | done[:-1] | is_old[:-1]
-    return np.append(True, ends)
+    begins = (slots[1:] != slots[:-1]) | done[:-1] | stale[:-1]
+    return np.append(True, begins)
 
 
 def compute_advantages(
-    agent, rollout, order, values, next_obs, next_lstm_states, reward_scale, args
+    agent, slots, rewards, values, next_obs, next_lstm_states, terminated, truncated, args
 ):
-    """Return the advantages of all rows. `values`, `next_obs` and `next_lstm_states` are sorted
-    already, by `order`."""
-    rewards = rollout.rewards[order]
-    slots = rollout.slots[order]
-    terminated = rollout.terminated[order]
-    truncated = rollout.truncated[order]
+    """Return the advantages of rows that are sorted by agent."""
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
@@ -524,8 +563,6 @@ def compute_advantages(
     ).cpu()
     next_values[terminated] = 0.0
 
-    if args.norm_reward:
-        rewards = np.clip(rewards * reward_scale, -10, 10)
     # Lists, because Python reads single numbers from them faster than from arrays
     columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
@@ -533,11 +570,12 @@ def compute_advantages(
 
 
 def minibatches(begins, args):
-    """Yield the minibatches of one epoch: mb_inds, the rows of whole sequences, and sizes.
+    """Yield the minibatches of one epoch: mb_inds, the rows of whole sequences, and packed_sizes.
 
-    `begins` says at which rows a sequence begins. Sequences are packed as in torch's
-    PackedSequence: the first rows of all sequences, the longest sequence first, then their second
-    rows, and so on. `sizes` says how many sequences have a first row, a second row, and so on.
+    `begins` says at which rows a sequence begins. The sequences, not the rows, are split into
+    minibatches. They are packed as in torch's PackedSequence: the first rows of all sequences, the
+    longest sequence first, then their second rows, and so on. `packed_sizes` (batch_sizes in torch)
+    says how many sequences have a first row, a second row, and so on.
     """
     # Cut sequences that are longer than sequence_length
     rows = np.arange(len(begins))
@@ -550,16 +588,19 @@ def minibatches(begins, args):
     for mb_seqs in np.array_split(np.random.permutation(len(starts)), num_minibatches):
         mb_seqs = mb_seqs[np.argsort(-lengths[mb_seqs], kind="stable")]
         steps = np.arange(lengths[mb_seqs[0]])
-        sizes = (lengths[mb_seqs] > steps[:, None]).sum(1)
-        mb_inds = [starts[mb_seqs[:size]] + step for step, size in zip(steps, sizes, strict=True)]
-        yield torch.as_tensor(np.concatenate(mb_inds), device=args.device), torch.as_tensor(sizes)
+        packed_sizes = (lengths[mb_seqs] > steps[:, None]).sum(1)
+        mb_inds = []
+        for step, size in zip(steps, packed_sizes, strict=True):
+            mb_inds.append(starts[mb_seqs[:size]] + step)
+        mb_inds = torch.as_tensor(np.concatenate(mb_inds), device=args.device)
+        yield mb_inds, torch.as_tensor(packed_sizes)
 
 
-def ppo_loss(agent, mb, sizes, args):
-    """Return the loss of a minibatch and the metrics to log. `sizes`: see minibatches()."""
-    initial_lstm_state = mb.lstm_states[: sizes[0]]  # of the first rows of the sequences
+def ppo_loss(agent, mb, packed_sizes, args):
+    """Return the loss of a minibatch and the metrics to log. packed_sizes: see minibatches()."""
+    initial_lstm_state = mb.lstm_states[: packed_sizes[0]]  # of the first rows of the sequences
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(
-        mb.obs, mb.masks, initial_lstm_state, mb.actions, sizes
+        mb.obs, mb.masks, initial_lstm_state, mb.actions, packed_sizes
     )
     logratio = newlogprob - mb.logprobs
     ratio = logratio.exp()
@@ -592,24 +633,24 @@ def ppo_loss(agent, mb, sizes, args):
     return loss, metrics
 
 
-def update(agent, optimizer, batch, mb_inds, sizes, args):
+def update(agent, optimizer, batch, mb_inds, packed_sizes, args):
     """Make one optimizer step on a minibatch, and return the metrics."""
     mb = Batch(*(column[mb_inds] for column in batch))
     optimizer.zero_grad()
-    loss, metrics = ppo_loss(agent, mb, sizes, args)
+    loss, metrics = ppo_loss(agent, mb, packed_sizes, args)
     loss.backward()
     distributed.average_gradients(agent.parameters(), len(mb_inds))
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)
+    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
 
 
 @torch.no_grad()
-def approx_kl(agent, batch, mb_inds, sizes, args):
+def approx_kl(agent, batch, mb_inds, packed_sizes, args):
     """Return the approximate KL divergence on a minibatch, before its update."""
     mb = Batch(*(column[mb_inds] for column in batch))
-    _, metrics = ppo_loss(agent, mb, sizes, args)
+    _, metrics = ppo_loss(agent, mb, packed_sizes, args)
     return distributed.average(metrics["losses/approx_kl"])
 
 
@@ -619,31 +660,37 @@ def train(args, resumed=None):
     # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
-        num_agents = envs.num_envs
+        num_agents = envs.num_envs  # of all copies of the env, or of all games
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
-        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+        runs.check_batch(args, num_agents, spec)
+        batch_size = args.num_steps * num_agents
+        minibatch_size = batch_size // args.num_minibatches  # on average: sequences stay whole
+        # Whole iterations only. Each of the distributed.SIZE ranks collects batch_size rows
+        num_iterations = args.total_timesteps // (batch_size * distributed.SIZE)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE
 
         # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
         # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
         return_rms = Normalizer()
-        state_size = 2 * spec["memory"]  # the LSTMs of actor and critic
+        lstm_state_size = 2 * spec["memory"]  # the LSTMs of actor and critic
         rollout = Rollout(
-            batch_size + num_agents, num_agents, spec["obs_dim"], spec["branches"], state_size
+            batch_size + num_agents, num_agents, spec["obs_dim"], spec["branches"], lstm_state_size
         )
-        next_lstm_states = np.zeros((num_agents, state_size), np.float32)
+        next_lstm_states = np.zeros((num_agents, lstm_state_size), np.float32)
         action_space = envs.single_action_space
         env_actions = np.zeros((num_agents, *action_space.shape), action_space.dtype)
-        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per branch
+        flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
         initial_ent_coef = args.ent_coef
 
-        # Acceleration. fast.Acting is agent.act for numpy arrays, translated to numpy. The
-        # translation is compared with agent.act every 1000 calls; where they differ, or where a
-        # layer can't be translated, agent.act itself is called and a message is printed.
-        # fast.Unrolled in the agent does the same for sequences. --no-fast switches both off; the
-        # results are the same up to rounding.
+        # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
+        # current weights. The first call and every 1000th are compared with agent.act. If something
+        # can't be translated or the results differ, agent.act itself is called from then on, and a
+        # message is printed.
+        # fast.Unrolled in the agent does the same for unroll().
+        # --no-fast switches both off. The results are the same up to rounding if only actions are
+        # random.
         act = fast.Acting(agent, enabled=args.fast)
 
         # Start or resume: reset the envs, or restore the checkpoint. Checkpoints contain the agent,
@@ -663,12 +710,14 @@ def train(args, resumed=None):
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
-        #   closed     the reward of its last action has arrived: it is ready or its episode ended
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived. An agent that is new or was
+        #              restarted is ready but not closed
+        #   restarted  its game crashed and was started again: its pending action gets no reward
+        # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
 
-        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
-        # checkpoint_interval decisions
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -678,17 +727,17 @@ def train(args, resumed=None):
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. One thread for torch: the environments need the other cores. In a
-            # distributed run, a rank also stops when the others have enough
+            # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]
                 masks = infos["action_mask"][ready]
                 lstm_states = next_lstm_states[ready]
                 actions, flat_actions[ready], next_lstm_states[ready] = act(obs, masks, lstm_states)
-                rollout.decide(ready, obs, masks, lstm_states, actions, iteration)
-                run.spent("act")  # the time since the last record() or spent() counts as "act"
+                rollout.decide(ready, obs, masks, lstm_states, actions)
+                run.spent("act")  # logs the time since the last record() or spent() as time/act
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -700,28 +749,29 @@ def train(args, resumed=None):
                     next_lstm_states[infos["restarted"]] = 0
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
-                next_lstm_states[terminated | truncated] = (
-                    0  # a new episode starts with the zero state
-                )
+                next_lstm_states[terminated | truncated] = 0  # an episode starts with zeros
                 ready = infos["ready"].nonzero()[0]
-            run.spent("act")  # the time to store the last step
+            run.spent("act")  # storing the last step
 
-            # Advantages
+            # Advantages. Small networks are faster with one thread
             torch.set_num_threads(fast.threads(minibatch_size * max(args.hidden_sizes, default=1)))
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
-            reward_scale = return_rms.scale.item()
-            batch = make_batch(agent, rollout, batch_size, reward_scale, iteration, args)
+            reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
+            batch = make_batch(agent, rollout, batch_size, reward_scale, args)
 
             # Optimize the policy and the value function
             metrics = []
             stop = False
             for epoch in range(args.update_epochs):
-                for mb_inds, sizes in minibatches(batch.begins, args):  # SB3 and CleanRL differ (6)
+                # SB3 and CleanRL differ (6)
+                for mb_inds, packed_sizes in minibatches(batch.begins, args):
                     if args.target_kl is not None:  # CleanRL differs (7)
-                        stop = approx_kl(agent, batch, mb_inds, sizes, args) > 1.5 * args.target_kl
+                        mb_kl = approx_kl(agent, batch, mb_inds, packed_sizes, args)
+                        stop = mb_kl > 1.5 * args.target_kl
                     if stop:
                         break
-                    metrics.append(update(agent, optimizer, batch, mb_inds, sizes, args))
+                    mb_metrics = update(agent, optimizer, batch, mb_inds, packed_sizes, args)
+                    metrics.append(mb_metrics)
                 if stop:
                     break
 
@@ -734,7 +784,7 @@ def train(args, resumed=None):
             run.spent("learn")
 
             # Log
-            scalars = fast.means(metrics)
+            scalars = fast.means(metrics)  # over the updates; {} without any
             scalars["losses/explained_variance"] = (
                 1 - (batch.advantages.var() / batch.returns.var()).item()
             )

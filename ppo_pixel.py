@@ -5,7 +5,7 @@ environment, with continuous or discrete actions.
     python ppo_pixel.py --unity-path ./Builds/MyScene        your Unity build
     python ppo_pixel.py --godot-path ./my_game               your Godot game
     python ppo_pixel.py --env-id DummyPixels-v0              any gymnasium env with images
-    python ppo_pixel.py --env-id ale_py:ALE/Pong-v5          Atari, preprocessed as usual
+    python ppo_pixel.py --env-id ale_py:ALE/Pong-v5          Atari
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
     python ppo_pixel.py --resume runs/NAME                   or --evaluate, --export
 
@@ -17,6 +17,10 @@ What images change compared with ppo_continuous_multiagent.py, which explains th
  - Log-probs and values are computed when acting and stored in the rollout: computing them again for
    the whole batch would take another forward pass of the encoders.
  - Actions are continuous, or discrete as in ppo_discrete_multiagent.py.
+ - Atari games are preprocessed by gymnasium's AtariPreprocessing: up to 30 idle frames, four frames
+   per action, the maximum of the last two, grayscale, 84 x 84 pixels. Four images are stacked. The
+   v5 envs repeat the last action with probability 0.25. Rewards are not clipped to their sign, and
+   lost lives do not end an episode.
  - Two runs with the same seed are equal to the byte in one thread only (OMP_NUM_THREADS=1). With
    several threads, sums in convolutions are rounded differently from run to run.
  - The exported model takes images as ML-Agents' own models do, for Barracuda (package 2.x) and
@@ -70,6 +74,8 @@ from onefile_rl.frames import Frames, stacked
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -125,7 +131,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that vectors are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """scale rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running standard deviation of the discounted return"""
     encoder: Literal["nature", "simple", "impala"] = "nature"
     """three convolutions as in SB3's CnnPolicy, two as in ML-Agents, or IMPALA's residual network"""
     features: int = 512
@@ -136,7 +142,8 @@ class Args(runs.Args):
 
 # Settings per environment. Options on the command line take precedence.
 # GridWorld: the discount and the entropy bonus of ML-Agents' official settings.
-# ATARI: the settings of CleanRL and SB3's zoo.
+# ATARI: the sizes, learning rate, clip_coef and ent_coef of CleanRL and SB3's zoo. Here rewards are
+# normalized, not clipped to their sign. CleanRL also clips the value loss, the zoo anneals clip_coef.
 DUMMY = dict(total_timesteps=100_000, learning_rate=1e-3, gamma=0.9)
 ATARI = dict(
     total_timesteps=10_000_000, num_steps=128, num_minibatches=4, learning_rate=2.5e-4,
@@ -158,12 +165,6 @@ PRESETS = {
         ent_coef=5e-3, features=256,
     ),
 }  # fmt: skip
-
-SMALLEST = {
-    "nature": 36,
-    "simple": 20,
-    "impala": 8,
-}  # the smallest height and width that an encoder supports
 
 
 def check(args):
@@ -195,7 +196,7 @@ def check(args):
         if getattr(args, name) and engine(args):
             reason = f"a {engine(args)} scene has its own cameras and processes"
             raise ValueError(f"{runs.option(name)} is for gymnasium envs: {reason}")
-    smallest = SMALLEST[args.encoder]
+    _, smallest = ENCODERS[args.encoder]
     if args.image_size and args.image_size < smallest:
         needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
         raise ValueError(f"--image-size {args.image_size}: {needed}")
@@ -206,7 +207,7 @@ def describe(args, envs):
     spec = describe_seen(args, envs)
     runs.describe_entities(args, envs, supported=False)  # says that they are flattened
     spec["stack"] = frame_stack(args)
-    smallest = SMALLEST[args.encoder]
+    _, smallest = ENCODERS[args.encoder]
     for name, (height, width, _) in spec["images"].items():
         if min(height, width) < smallest:
             needed = f"--encoder {args.encoder} needs at least {smallest} x {smallest}"
@@ -281,6 +282,10 @@ def impala(channels):
     return nn.Sequential(*layers)
 
 
+# For --encoder: the convolutions, and the smallest height and width that they support
+ENCODERS = {"nature": (nature, 36), "simple": (simple, 20), "impala": (impala, 8)}
+
+
 class Agent(nn.Module):
     """Encoders, actor, critic and the statistics of the vectors.
 
@@ -297,13 +302,14 @@ class Agent(nn.Module):
             self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
         else:
             self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
+            # Tensors low and high, not in the state_dict. SB3 differs (11): far ones were rescaled
             self.bounds = runs.Bounds(spec)
 
         # An encoder for each camera. The images of a stack are channels
         shapes = []
         for height, width, channels in spec["images"].values():
             shapes.append((spec["stack"] * channels, height, width))
-        convolutions = {"nature": nature, "simple": simple, "impala": impala}[args.encoder]
+        convolutions, _ = ENCODERS[args.encoder]
         self.encoders = nn.ModuleList([convolutions(channels) for channels, _, _ in shapes])
         for encoder, shape in zip(self.encoders, shapes, strict=True):
             encoder.append(nn.Flatten())
@@ -317,8 +323,8 @@ class Agent(nn.Module):
         if args.norm_obs and self.has_vector:
             self.obs_rms = Normalizer(spec["vector"], min_std=args.min_obs_std)  # SB3 differs (10)
         self.trunk = nn.Identity()
-        num_inputs = len(self.encoders) * args.features + spec["vector"]
-        if num_inputs > args.features:  # SB3 differs (9)
+        if len(self.encoders) > 1 or self.has_vector:  # SB3 differs (9)
+            num_inputs = len(self.encoders) * args.features + spec["vector"]
             self.trunk = nn.Sequential(layer_init(nn.Linear(num_inputs, args.features)), nn.ReLU())
 
         # One output per choice of each branch, or the mean of each continuous action
@@ -364,26 +370,24 @@ class Agent(nn.Module):
         elif action is None:
             action = action_mean + action_std * torch.randn_like(action_mean)
 
-        # Log-density and entropy of a normal distribution, summed over the dimensions of the action
+        # Log-density and entropy of a normal distribution, summed over the action's dimensions
         z = (action - action_mean) / action_std
         logprob = (-0.5 * z**2 - self.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
-        entropy = (
-            (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(logprob)
-        )
-        return action, logprob, entropy
+        entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return action, logprob, entropy.expand_as(logprob)
 
     def get_discrete_action(self, x, mask, action, deterministic):
         logits = self.actor(x) + (mask.float() - 1.0) * 1e8  # mask: 0 where a choice is not allowed
-        logprobs = [branch.log_softmax(1) for branch in logits.split(self.branches, 1)]
+        choice_logprobs = [branch.log_softmax(1) for branch in logits.split(self.branches, 1)]
         if action is None and deterministic:
-            action = torch.cat([p.argmax(1, True) for p in logprobs], 1)
+            action = torch.cat([logp.argmax(1, True) for logp in choice_logprobs], 1)
         elif action is None:
-            action = torch.cat([torch.multinomial(p.exp(), 1) for p in logprobs], 1)
+            action = torch.cat([torch.multinomial(logp.exp(), 1) for logp in choice_logprobs], 1)
 
         # Log-prob and entropy of categorical distributions, summed over the branches
-        chosen = [p.gather(1, action[:, i : i + 1]) for i, p in enumerate(logprobs)]
+        chosen = [logp.gather(1, action[:, i : i + 1]) for i, logp in enumerate(choice_logprobs)]
         logprob = torch.cat(chosen, 1).sum(1)
-        entropy = -sum((p.exp() * p).sum(1) for p in logprobs)
+        entropy = -sum((logp.exp() * logp).sum(1) for logp in choice_logprobs)
         return action, logprob, entropy
 
     def act(self, images, vector, mask, deterministic=False):
@@ -394,7 +398,7 @@ class Agent(nn.Module):
         )
         if self.branches:
             return action, action + self.start, logprob, value
-        env_action = action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (11)
+        env_action = action.clamp(self.bounds.low, self.bounds.high)
         return action, env_action, logprob, value
 
 
@@ -431,7 +435,9 @@ class Rollout:
     `frames` has the images.
     """
 
-    COLUMNS = (  # remove() shifts these arrays: a new one belongs here too
+    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
+    # for the loss in Batch and make_batch()
+    COLUMNS = (
         "slots",
         "stacks",
         "vectors",
@@ -579,7 +585,7 @@ class Batch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
-    # PPO does not need these columns. They are here for losses of your own
+    # PPO does not need these columns. They are here for custom losses
     next_stacks: torch.Tensor
     next_vectors: torch.Tensor
     terminated: torch.Tensor
@@ -608,52 +614,79 @@ def make_batch(agent, rollout, all_images, batch_size, reward_scale, args):
 
     # The sort by slot is stable, so the rows of each agent stay in the order of time
     order = np.argsort(rollout.slots[: rollout.size], kind="stable")
-    advantages = compute_advantages(agent, rollout, all_images, order, reward_scale, args)
+    slots = rollout.slots[order]
+    stacks = torch.as_tensor(rollout.stacks[order], device=args.device)
+    vectors = torch.as_tensor(rollout.vectors[order], device=args.device)
+    masks = torch.as_tensor(rollout.masks[order], device=args.device)
+    actions = torch.as_tensor(rollout.actions[order], device=args.device)
+    logprobs = torch.as_tensor(rollout.logprobs[order], device=args.device)
+    values = torch.as_tensor(rollout.values[order], device=args.device)
+    rewards = rollout.rewards[order]
+    next_stacks = torch.as_tensor(rollout.next_stacks[order], device=args.device)
+    next_vectors = torch.as_tensor(rollout.next_vectors[order], device=args.device)
+    terminated = rollout.terminated[order]
+    truncated = rollout.truncated[order]
+    if args.norm_reward:
+        rewards = np.clip(rewards * reward_scale, -10, 10)
+
+    advantages = compute_advantages(
+        agent,
+        slots,
+        rewards,
+        values,
+        all_images,
+        next_stacks,
+        next_vectors,
+        terminated,
+        truncated,
+        args,
+    )
     agent.train()
 
-    # The batch_size rows that arrived first: `order` has their positions in the order of arrival. A
-    # slow rank of a distributed run may have fewer, and repeats some
+    # Learn from the first batch_size rows that arrived; later rows only gave next values. np.resize
+    # repeats rows on a slow rank of a distributed run that has fewer
     used = np.resize(np.flatnonzero(order < batch_size), batch_size)
-    rows = order[used]
-    values = torch.as_tensor(rollout.values[rows], device=args.device)
     return Batch(
-        torch.as_tensor(rollout.stacks[rows], device=args.device),
-        torch.as_tensor(rollout.vectors[rows], device=args.device),
-        torch.as_tensor(rollout.masks[rows], device=args.device),
-        torch.as_tensor(rollout.actions[rows], device=args.device),
-        torch.as_tensor(rollout.logprobs[rows], device=args.device),
-        advantages[used],
-        advantages[used] + values,
-        values,
-        torch.as_tensor(rollout.next_stacks[rows], device=args.device),
-        torch.as_tensor(rollout.next_vectors[rows], device=args.device),
-        torch.as_tensor(rollout.terminated[rows], device=args.device),
-        torch.as_tensor(rollout.truncated[rows], device=args.device),
+        stacks=stacks[used],
+        vectors=vectors[used],
+        masks=masks[used],
+        actions=actions[used],
+        logprobs=logprobs[used],
+        advantages=advantages[used],
+        returns=advantages[used] + values[used],
+        values=values[used],
+        next_stacks=next_stacks[used],
+        next_vectors=next_vectors[used],
+        terminated=torch.as_tensor(terminated[used], device=args.device),
+        truncated=torch.as_tensor(truncated[used], device=args.device),
     )
 
 
-def compute_advantages(agent, rollout, all_images, order, reward_scale, args):
-    """Return the advantages of all rows, sorted by `order`: SB3 differs (8)."""
-    rewards = rollout.rewards[order]
-    slots = rollout.slots[order]
-    terminated = rollout.terminated[order]
-    truncated = rollout.truncated[order]
+def compute_advantages(
+    agent,
+    slots,
+    rewards,
+    values,
+    all_images,
+    next_stacks,
+    next_vectors,
+    terminated,
+    truncated,
+    args,
+):
+    """Return the advantages of rows that are sorted by agent: SB3 differs (8)."""
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
     # The next value is that of the next row, of the next observation where no row follows, or 0
     # after a termination
-    values = rollout.values[order].astype(float)
+    values = values.double().cpu().numpy()
     next_values = np.append(values[1:], 0.0)
     bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
-    next_stacks = torch.as_tensor(rollout.next_stacks[order[bootstraps]], device=args.device)
-    next_vectors = torch.as_tensor(rollout.next_vectors[order[bootstraps]], device=args.device)
-    next_images = stacked(all_images, next_stacks)
-    next_values[bootstraps] = agent.get_value(next_images, next_vectors).cpu()
+    next_images = stacked(all_images, next_stacks[bootstraps])
+    next_values[bootstraps] = agent.get_value(next_images, next_vectors[bootstraps]).cpu()
     next_values[terminated] = 0.0
 
-    if args.norm_reward:
-        rewards = np.clip(rewards * reward_scale, -10, 10)
     # Lists, because Python reads single numbers from them faster than from arrays
     columns = [column.tolist() for column in (rewards, values, next_values, continues)]
     advantages = gae(*columns, args.gamma, args.gae_lambda)
@@ -705,10 +738,11 @@ def update(agent, optimizer, images, mb, grad_weight, args):
     loss, metrics = ppo_loss(agent, images, mb, args)
     loss.backward()
     distributed.average_gradients(agent.parameters(), grad_weight)
+    # foreach=False: the compiler for CPUs has no fast form of foreach
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)
+    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
 
 
 @torch.no_grad()
@@ -741,17 +775,30 @@ def train(args, resumed=None):
     # A run seeds the random number generators, makes the envs and opens the log
     with runs.Run(args, __file__, make_envs, resumed) as run:
         envs = run.envs
-        num_agents = envs.num_envs
+        num_agents = envs.num_envs  # of all copies of the env, or of all games
         spec = describe(args, envs)
-        batch_size, minibatch_size, num_iterations = runs.batch_sizes(args, num_agents, spec)
-        total_timesteps = num_iterations * batch_size * distributed.SIZE  # whole iterations only
+        runs.check_batch(args, num_agents, spec)
+        batch_size = args.num_steps * num_agents
+        minibatch_size = batch_size // args.num_minibatches
+        # Whole iterations only. Each of the distributed.SIZE ranks collects batch_size rows
+        num_iterations = args.total_timesteps // (batch_size * distributed.SIZE)
+        total_timesteps = num_iterations * batch_size * distributed.SIZE
 
         # Agent, optimizer, and storage for one iteration. The last step of a rollout may add up to
-        # num_agents more rows than needed. Final observations are images in addition to those of
-        # the rows
+        # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
         return_rms = Normalizer()
+
+        # Frames stores each image once, as uint8 (height, width, channels), and numbers it. A stack
+        # is the numbers of the last images of a slot, oldest first
+        #   frames.add(slots, obs)      stores the new images of these slots
+        #   frames.last[slots]          their current stacks, int (slots, stack size)
+        #   frames.images()             a list with all images of each camera, uint8 tensors
+        #   stacked(images, stacks)     a list of uint8 tensors (batch, stack size * channels, height,
+        #                               width), from 0 to 255: Agent.encode() divides by 255
+        # Capacity: an image per row, at most one final image per row, and the current stacks. It
+        # grows if necessary
         num_images = 2 * batch_size + num_agents * spec["stack"]
         frames = Frames(spec["images"], spec["stack"], num_agents, num_images)
         rollout = Rollout(batch_size + num_agents, frames, spec)
@@ -760,13 +807,19 @@ def train(args, resumed=None):
         flat_actions = env_actions.reshape(num_agents, -1)  # a view with one column per number
         initial_ent_coef = args.ent_coef
 
-        # Acceleration. numpy has no convolutions, so fast.Acting acts with torch here. run.compile
-        # compiles the update in long runs; learning rates and floats of args may still change.
-        # --no-fast switches it off; the results are the same up to rounding.
+        # Acceleration. numpy has no convolutions, so `act` calls agent.act here.
+        # run.compile compiles `update`, with fast.Adam or any optimizer of torch.optim, if there is
+        # a C++ compiler: by default in runs of at least 5,000 updates, with --compile in any run.
+        # Learning rates, float arguments of `update` and float fields of args may change between
+        # calls. Other Python values that `update` reads are compiled in: if one changes, a message
+        # names it and `update` is no longer compiled (with --compile it is an error).
+        # --no-fast switches it off. The results are the same up to rounding if only actions are
+        # random. Dropout, for example, draws other random numbers when it is compiled.
         act = fast.Acting(agent, enabled=False)
         num_updates = num_iterations * args.update_epochs * args.num_minibatches
         compiled_update = run.compile(update, num_updates)
-        fast.keep_freed_memory(2**30, 2**31 - 1)  # the activations of one update are large
+        # Freed activations, up to 1 GiB each and 2 GiB in total, stay allocated for the next update
+        fast.keep_freed_memory(threshold=2**30, trim=2**31 - 1)
 
         # Start or resume. Checkpoints have the agent and `keep`, and `episodes` where the envs can
         # be restored
@@ -776,20 +829,22 @@ def train(args, resumed=None):
             total_timesteps,
             keep={"optimizer": optimizer, "return_rms": return_rms},
             episodes={"running_returns": rollout.running_returns, "frames": frames},
-            play=play,
+            play=play,  # for videos: the policy with its stacks of images
             description=f"{num_iterations} iterations of {batch_size}, minibatches of {minibatch_size}",
         )
 
         # Agents decide at their own pace. infos has these flags for each slot:
         #   ready      it requests an action now: its rows of next_obs and action_mask are new
-        #   closed     the reward of its last action has arrived
-        #   restarted  its game crashed and was started again: its last action never gets a reward
+        #   closed     the reward of its pending action has arrived. An agent that is new or was
+        #              restarted is ready but not closed
+        #   restarted  its game crashed and was started again: its pending action gets no reward
+        # With gymnasium envs every slot is ready and closed in every step (EnvPool: except resets)
         ready = infos["ready"].nonzero()[0]
         if frames.size == 0:  # otherwise a checkpoint has restored the images of running episodes
             frames.add(ready, next_obs)
 
-        # Loop until total_timesteps. run.log ends an iteration, and writes a checkpoint every
-        # checkpoint_interval decisions
+        # Iterations 0, 1, ... until total_timesteps, or until a stop is requested (Ctrl+C, SIGTERM).
+        # run.log ends an iteration: checkpoints and videos are written then if they are due
         for iteration in run.iterations():
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
@@ -802,7 +857,7 @@ def train(args, resumed=None):
             envs_in_this_process = getattr(envs, "num_workers", None) == 0
             torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
             agent.eval()  # or else fast.Acting would change the mode at every step
-            # In a distributed run, a rank also stops when the others have enough
+            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 stacks = frames.last[ready]
@@ -810,7 +865,7 @@ def train(args, resumed=None):
                 images = stacked(frames.images(), stacks)
                 actions, flat_actions[ready], logprobs, values = act(images, vectors, masks)
                 rollout.decide(ready, stacks, vectors, masks, actions, logprobs, values)
-                run.spent("act")  # the time since the last record() or spent() counts as "act"
+                run.spent("act")  # logs the time since the last record() or spent() as time/act
 
                 # Step. The env ignores the actions of slots that are not ready
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
@@ -824,13 +879,13 @@ def train(args, resumed=None):
                 frames.add(ready, next_obs)
                 closed = infos["closed"].nonzero()[0]
                 rollout.add(closed, reward, terminated, truncated, next_obs, infos, args.gamma)
-            run.spent("act")  # the time to store the last step
+            run.spent("act")  # storing the last step
 
             # Advantages
-            torch.set_num_threads(fast.THREADS)
+            torch.set_num_threads(fast.THREADS)  # the fastest number, measured at the first use
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             all_images = frames.images(args.device)
-            reward_scale = return_rms.scale.item()
+            reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
             batch = make_batch(agent, rollout, all_images, batch_size, reward_scale, args)
 
             # Optimize the policy and the value function
@@ -863,7 +918,7 @@ def train(args, resumed=None):
             run.spent("learn")
 
             # Log
-            scalars = fast.means(metrics)
+            scalars = fast.means(metrics)  # over the updates; {} without any
             scalars["losses/explained_variance"] = (
                 1 - (batch.advantages.var() / batch.returns.var()).item()
             )
@@ -882,8 +937,8 @@ def main():
         make_envs=make_envs,
         describe=describe,
         check=check,
-        play=play,
-        free=["num_workers"],
+        play=play,  # for --evaluate
+        free=["num_workers"],  # options that may differ when a run is resumed
     )
 
 

@@ -515,8 +515,8 @@ def check_memory(name, value, needed):
         raise ValueError(f"{name} {value} {sizes}: choose a smaller value")
 
 
-def batch_sizes(args, num_agents, spec=None):
-    """Return the batch size of this rank, the minibatch size, and the number of iterations.
+def check_batch(args, num_agents, spec=None):
+    """Raise a ValueError if the batch can't be divided into minibatches, or if total_timesteps is less than one batch.
 
     spec: the spec of the policy; with it, a rollout that does not fit into the memory is refused
     """
@@ -527,19 +527,16 @@ def batch_sizes(args, num_agents, spec=None):
             f"--num-minibatches {args.num_minibatches} does not divide the batch of {size}"
         )
 
-    batch_size_of_all_ranks = batch_size * distributed.SIZE
-    if args.total_timesteps < batch_size_of_all_ranks:
+    if args.total_timesteps < batch_size * distributed.SIZE:
         size = f"{num_agents} agents x --num-steps {args.num_steps} = {batch_size} decisions"
         if distributed.SIZE > 1:
             size += f" on each of {distributed.SIZE} ranks"
         raise ValueError(f"--total-timesteps {args.total_timesteps}: less than one batch, {size}")
 
-    minibatch_size = batch_size // args.num_minibatches
     if spec:
+        minibatch_size = batch_size // args.num_minibatches
         needed = rollout_bytes(spec, batch_size + num_agents, minibatch_size)
         check_memory("--num-steps", args.num_steps, needed)
-    num_iterations = args.total_timesteps // batch_size_of_all_ranks
-    return batch_size, minibatch_size, num_iterations
 
 
 def rollout_bytes(spec, num_rows, minibatch_size):

@@ -177,7 +177,7 @@ class CompiledUpdate:
         try:
             try:
                 return self.compile_and_call(inputs)
-            except Exception:  # another process may just have written a library that this one needed
+            except Exception:  # another process may have been writing a library
                 if not cache.repair():
                     raise
                 return self.compile_and_call(inputs)

@@ -119,60 +119,60 @@ def lstm(pre, weight_hh, states, sizes):
 
 
 class Unrolled:
-    """Compute the outputs of several memories over packed sequences.
+    """Compute `unroll(memory, x, state, packed_sizes)` for several memories of the same size.
+
+    unroll: the function of the script that steps a memory over packed sequences
+    enabled: False calls `unroll` in any case
 
     A memory is a module with step(x, state), which returns the output and the new state of one
     decision. If `step` is the LSTM of the layers `linear_ih` and `linear_hh`, `lstm` computes the
-    sequences, and is compared with `step` from time to time. Otherwise the memories are stepped
-    with PyTorch. enabled: False steps them with PyTorch in any case.
+    sequences of all memories at once, and is compared with `unroll` from time to time. Otherwise
+    `unroll` is called for each memory.
     """
 
-    def __init__(self, enabled=True):
+    def __init__(self, unroll, enabled=True):
+        self.unroll = unroll
         self.enabled = enabled
         self.calls = 0  # with more than one step: only these compare the new state
 
-    def __call__(self, memories, inputs, states, sizes):
+    def __call__(self, memories, inputs, states, packed_sizes):
         """Return the outputs of each memory, from its inputs and its states at the start of the
         sequences."""
         if self.enabled:
             try:
-                outputs = self.with_lstm(memories, inputs, states, sizes)
+                outputs = self.with_lstm(memories, inputs, states, packed_sizes)
                 if self.calls % COMPARE_EVERY == 0:
-                    self.enabled = self.is_equal(outputs, memories, inputs, states, sizes)
+                    self.enabled = self.is_equal(outputs, memories, inputs, states, packed_sizes)
             except Exception:  # other layers or shapes
                 self.enabled = False
             if not self.enabled:
                 reason = "its step() is not the LSTM of fast/lstm.py"
                 print(f"Stepping the memory with PyTorch (slower): {reason}", flush=True)
         if not self.enabled:
-            return self.with_steps(memories, inputs, states, sizes)
-        self.calls += len(sizes) > 1
+            return self.with_steps(memories, inputs, states, packed_sizes)
+        self.calls += len(packed_sizes) > 1
         return outputs
 
-    def with_lstm(self, memories, inputs, states, sizes):
+    def with_lstm(self, memories, inputs, states, packed_sizes):
         pre = []
         for memory, x in zip(memories, inputs, strict=True):
             pre.append(memory.linear_ih(x) + memory.linear_hh.bias)
         weight_hh = torch.stack([memory.linear_hh.weight for memory in memories])
-        return list(lstm(torch.stack(pre), weight_hh, torch.stack(states), sizes))
+        return list(lstm(torch.stack(pre), weight_hh, torch.stack(states), packed_sizes))
 
-    def with_steps(self, memories, inputs, states, sizes):
-        outputs = []
-        for memory, x, state in zip(memories, inputs, states, strict=True):
-            steps = []
-            for rows in x.split(sizes.tolist()):
-                output, state = memory.step(rows, state[: len(rows)])
-                steps.append(output)
-            outputs.append(torch.cat(steps))
-        return outputs
+    def with_steps(self, memories, inputs, states, packed_sizes):
+        return [
+            self.unroll(memory, x, state, packed_sizes)
+            for memory, x, state in zip(memories, inputs, states, strict=True)
+        ]
 
     @torch.no_grad()
-    def is_equal(self, outputs, memories, inputs, states, sizes):
+    def is_equal(self, outputs, memories, inputs, states, packed_sizes):
         """Compare the first two steps. The second output depends on the state after the first."""
-        sizes = sizes[:2]
-        num_rows = int(sizes.sum())
+        packed_sizes = packed_sizes[:2]
+        num_rows = int(packed_sizes.sum())
         inputs = [x[:num_rows] for x in inputs]
         with torch.random.fork_rng(devices=[]):  # step() may have dropout
-            expected = self.with_steps(memories, inputs, states, sizes)
+            expected = self.with_steps(memories, inputs, states, packed_sizes)
         pairs = zip(outputs, expected, strict=True)
         return all(torch.allclose(x[:num_rows], y, rtol=1e-4, atol=1e-5) for x, y in pairs)

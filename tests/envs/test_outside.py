@@ -425,7 +425,7 @@ def test_a_rollout_that_exceeds_the_memory_is_refused(monkeypatch, empty_folder)
 def test_images_that_exceed_the_memory_are_refused():
     spec = {"images": {"image": (2000, 2000, 3)}, "stack": 4, "vector": 0}
     args = SimpleNamespace(num_steps=10_000, num_minibatches=10, total_timesteps=10**6)
-    assert "choose a smaller value" in refused(runs.batch_sizes, args, 8, spec)
+    assert "choose a smaller value" in refused(runs.check_batch, args, 8, spec)
 
 
 def test_a_value_error_of_an_env_keeps_its_traceback(monkeypatch, empty_folder):

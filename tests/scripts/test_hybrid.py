@@ -199,7 +199,7 @@ def batch_of(script, agent, count=64, seed=1):
     for name in ("logprobs", "advantages", "returns", "values"):
         rows[name] = torch.as_tensor(rng.normal(size=count), dtype=torch.float32)
     if "masks" in script.Batch._fields:
-        branches = [x.stop - x.start for x in agent.branches]
+        branches = [x.stop - x.start for x in agent.branch_slices]
         rows["masks"] = torch.as_tensor(masks_of(branches, count, rng))
     torch.manual_seed(seed)
     given = [rows[name] for name in ("obs", "masks") if name in rows]

@@ -67,8 +67,8 @@ def spy_on(script, monkeypatch, tmp_path):
             seen.append(agent)
         return agent
 
-    def spied_batch(agent, rollout, batch_size, reward_scale, iteration, args):
-        batch = make_batch(agent, rollout, batch_size, reward_scale, iteration, args)
+    def spied_batch(agent, rollout, batch_size, reward_scale, args):
+        batch = make_batch(agent, rollout, batch_size, reward_scale, args)
         inds, ratios, changes = [], [], []
         state = np.random.get_state()
         with torch.no_grad():
@@ -252,6 +252,20 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_actor_and_critic_have_an_lstm_each():
+    """Difference (10): the value has no gradient in the policy's LSTM, and the other way round."""
+    agent = ppo.Agent(SPEC, ppo.Args(**SMALL))
+    inputs = torch.randn(3, 5), torch.ones(3, 9, dtype=bool), torch.randn(3, 24)
+    _, logprob, _, value, _ = agent.get_action_and_value(*inputs)
+    for output, own in [(logprob, "actor_memory"), (value, "critic_memory")]:
+        for name in ("actor_memory", "critic_memory"):
+            weight = getattr(agent, name).linear_ih.weight
+            (grad,) = torch.autograd.grad(
+                output.sum(), weight, allow_unused=True, retain_graph=True
+            )
+            assert (grad is not None) == (name == own)
+
+
 # Sequences
 
 
@@ -350,11 +364,14 @@ def test_a_sequence_ends_where_older_weights_chose_the_action():
     for iteration, slots in [(0, [0, 1]), (1, [0, 1]), (1, [0, 1]), (1, [0])]:
         obs, masks, states = random_inputs(len(slots), rng)
         actions = [[part.argmax() for part in np.split(mask, [3, 5])] for mask in masks]
-        rollout.decide(np.array(slots), obs, masks, states, actions, iteration)
+        rollout.decide(np.array(slots), obs, masks, states, actions)
+        if iteration == 0:
+            rollout.remove(0)  # at the end of an iteration
         rollout.add(np.array(slots), np.ones(2), no, no, np.ones((2, 5)), {}, 0.9)
-    batch = ppo.make_batch(agent, rollout, 7, 1.0, 1, args)
+    batch = ppo.make_batch(agent, rollout, 7, 1.0, args)
     assert batch.begins.tolist() == [True, True, False, False, True, True, False]
-    assert ppo.make_batch(agent, rollout, 7, 1.0, 0, args).begins.tolist() == [
+    rollout.stale[:] = False
+    assert ppo.make_batch(agent, rollout, 7, 1.0, args).begins.tolist() == [
         True,
         *[False] * 3,
         True,
@@ -545,31 +562,31 @@ def test_a_step_that_changes_later_is_noticed(capsys):
 
 
 GRU = """class Memory(nn.Module):
-    def __init__(self, input_size, state_size, forget_bias=0.0):
+    def __init__(self, input_size, memory_size, forget_bias=0.0):
         super().__init__()
-        self.output_size = state_size
-        self.linear_ih = nn.Linear(input_size, 3 * state_size)
-        self.linear_hh = nn.Linear(state_size, 3 * state_size)
+        self.output_size = memory_size
+        self.linear_ih = nn.Linear(input_size, 3 * memory_size)
+        self.linear_hh = nn.Linear(memory_size, 3 * memory_size)
 
-    def step(self, x, lstm_state):
+    def step(self, x, state):
         x_r, x_z, x_n = self.linear_ih(x).chunk(3, 1)
-        h_r, h_z, h_n = self.linear_hh(lstm_state).chunk(3, 1)
+        h_r, h_z, h_n = self.linear_hh(state).chunk(3, 1)
         r = (x_r + h_r).sigmoid()
         z = (x_z + h_z).sigmoid()
         n = (x_n + r * h_n).tanh()
-        h = (1 - z) * n + z * lstm_state
+        h = (1 - z) * n + z * state
         return h, h
 
 
 """
 GRU_CELL = """class Memory(nn.Module):
-    def __init__(self, input_size, state_size, forget_bias=0.0):
+    def __init__(self, input_size, memory_size, forget_bias=0.0):
         super().__init__()
-        self.output_size = state_size
-        self.cell = nn.GRUCell(input_size, state_size)
+        self.output_size = memory_size
+        self.cell = nn.GRUCell(input_size, memory_size)
 
-    def step(self, x, lstm_state):
-        h = self.cell(x, lstm_state)
+    def step(self, x, state):
+        h = self.cell(x, state)
         return h, h
 
 
@@ -579,7 +596,7 @@ GRU_CELL = """class Memory(nn.Module):
 def gru_copy(code):
     """Return a copy of the script with another class Memory."""
     source = (ROOT / NAME).read_text()
-    old = source[source.index("class Memory(") : source.index("class Agent(")]
+    old = source[source.index("class Memory(") : source.index("def unroll(")]
     return copy_of(NAME, (old, code))
 
 

@@ -339,8 +339,8 @@ STATE_DEPENDENT = [
     ),
     ("(-0.5 * z**2 - self.actor_logstd - ", "(-0.5 * z**2 - action_logstd - "),
     (
-        "entropy = (self.actor_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()",
-        "entropy = (action_logstd + 0.5 * math.log(2 * math.pi * math.e)).sum(1)",
+        "entropy = (self.actor_logstd + 0.5 *",
+        "entropy = (action_logstd + 0.5 *",
     ),
 ]
 SQUASHED = [
@@ -350,7 +350,7 @@ SQUASHED = [
         "        return action, logprob, entropy.expand_as(logprob), self.critic(x).flatten()\n",
     ),
     (
-        "        return action, action.clamp(self.bounds.low, self.bounds.high)  # SB3 differs (10)\n",
+        "        return action, action.clamp(self.bounds.low, self.bounds.high)\n",
         "        return action, torch.tanh(action)\n",
     ),
 ]
