@@ -248,8 +248,9 @@ class SoftQNetworks(nn.Module):
     """`num_critics` Q networks side by side: CleanRL's qf1 and qf2 in one module.
 
     The weights of the networks are stacked, so each layer is one batched matrix product for all.
-    mlp() is not used here. A layer such as LayerNorm or Dropout is made in __init__, with
-    parameters for each network, (num_critics, 1, features), and called in the loop of forward().
+    mlp() is not used here: other layers belong in the loop of forward(). Dropout can be called there.
+    For LayerNorm, normalize without parameters, then apply a gain and a bias of shape (num_critics,
+    1, features), made in __init__ and detached if `frozen`.
     """
 
     def __init__(self, sizes, args, num_critics=2):
@@ -352,7 +353,7 @@ class ReplayBuffer:
     `obs` has a row for each transition, then one for the pending decision of each slot, then those
     of the final observations. `next_row` is the row of a transition's next observation:
 
-        next_row < capacity                 the same agent's next decision, already stored
+        next_row < capacity                 the agent's next decision in this episode, already stored
         capacity <= next_row < first_final  its pending decision
         first_final <= next_row             the final observation of its episode
 
@@ -558,11 +559,11 @@ def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noi
 
 def find_first_update(args, run, rb, counters):
     """Return the number of decisions after which the updates start. A resumed run whose replay buffer
-    was not saved makes learning_starts decisions with its policy first, to fill a new one."""
+    was not saved makes learning_starts more decisions first, to fill a new one."""
     if not run.resumed or len(rb) > 0:
         return args.learning_starts
-    counters["due_updates"] = 0.0  # those that were due when the run stopped
-    first = f"{args.learning_starts} decisions of the policy fill a new one"
+    counters["due_updates"] = 0.0  # drop the updates that were due when the run stopped
+    first = f"{args.learning_starts} decisions fill a new one"
     print(f"The replay buffer was not saved: {first} before learning resumes", flush=True)
     step = run.global_step + args.learning_starts
     if args.updates_per_step and step >= args.total_timesteps:
@@ -580,8 +581,8 @@ def train(args, resumed=None):
         num_agents = envs.num_envs
         spec = describe(args, envs)
         buffer_bytes = check_buffer_size(args, spec, num_agents)
-        # Envs that simulate in other processes or threads have step_async: UnityVecEnv, GodotVecEnv
-        # and EnvPoolEnvs
+        # Of the envs that make_envs returns, these have step_async, because they simulate in other
+        # processes or threads: UnityVecEnv, GodotVecEnv and EnvPoolEnvs
         overlap = args.overlap and hasattr(envs, "step_async")
         if args.target_entropy is None:
             args.target_entropy = -float(spec["action_dim"])
@@ -678,8 +679,8 @@ def train(args, resumed=None):
                 counters["updates"] += 1
                 counters["due_updates"] -= 1
 
-        # Until total_timesteps. Each run.log, at the end, also writes a checkpoint every
-        # checkpoint_interval decisions
+        # Until total_timesteps. run.log, at the end of the loop, also writes a checkpoint whenever
+        # checkpoint_interval decisions have passed
         for _ in run.iterations():
             # Act for the agents that request a decision, at random before learning starts
             obs = next_obs[ready]

@@ -97,7 +97,7 @@ class Args(runs.Args):
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
-    """anneal ent_coef linearly to 0, as ML-Agents does"""
+    """anneal ent_coef linearly to 0 (ML-Agents anneals its beta to 1e-5)"""
     vf_coef: float = 0.5
     """the weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -427,8 +427,8 @@ def compute_advantages(agent, slots, rewards, values, next_obs, terminated, trun
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
-    # The next value is that of the next row, of next_obs where no row follows, or 0 after a
-    # termination
+    # The next value is that of the next row, of next_obs after a truncation or where an agent's rows
+    # end, or 0 after a termination
     values = values.double().cpu().numpy()
     next_values = np.append(values[1:], 0.0)
     bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
@@ -475,7 +475,7 @@ def ppo_loss(agent, mb, args):
 
 
 def update(agent, optimizer, batch, mb_inds, grad_weight, args):
-    """Make one optimizer step on a minibatch, and return the metrics.
+    """Make one optimizer step on a minibatch, and return the metrics of this rank.
 
     grad_weight: the weight of this rank's gradients in a distributed run
     """
@@ -527,9 +527,9 @@ def train(args, resumed=None):
         initial_ent_coef = args.ent_coef
 
         # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
-        # current weights. The first call and every 1000th are compared with agent.act. If something
-        # can't be translated or the results differ, agent.act itself is called from then on, and a
-        # message is printed.
+        # current weights. The first call and every 1000th are compared with agent.act. If they differ
+        # even after a new translation, or if something can't be translated, agent.act itself is
+        # called from then on, and a message is printed.
         # run.compile compiles `update`, with fast.Adam or any optimizer of torch.optim, if there is
         # a C++ compiler: by default in runs of at least 5,000 updates, with --compile in any run.
         # Learning rates, float arguments of `update` and float fields of args may change between
@@ -574,7 +574,7 @@ def train(args, resumed=None):
 
             # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
-            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
+            # Until rollout.size >= batch_size; with --rollout-share, until enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]

@@ -27,7 +27,7 @@ The LSTM adds the following to ppo_discrete_multiagent.py:
    --sequence-length, from the stored state of the first row. Sequences are packed, not padded.
  - The exported model has recurrent_in and recurrent_out, the state of the policy's LSTM. It has
    --memory-size numbers, as in ML-Agents.
- - The update is not compiled, because no two minibatches have the same shape.
+ - The update is not compiled, because minibatches differ in shape.
 
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
@@ -44,19 +44,20 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
     the final observation.
  6. CleanRL shuffles environments. sb3-contrib's RecurrentPPO rotates the rows by a random number in
     each epoch, which cuts a sequence in two. Here sequences are permuted, newly for each epoch, and
-    are cut at --sequence-length only.
+    are cut only at --sequence-length and after decisions that were made before the last update.
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
  8. SB3 and CleanRL compute log-probs and values during the rollout, and GAE in single precision.
     Here log-probs and values are computed after the rollout in one batch, and GAE in double
-    precision. Where nothing else differs, results equal SB3's up to rounding.
+    precision.
  9. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise become huge as
     soon as it changes.
 10. In CleanRL actor and critic share one LSTM, gradients go back through all num_steps, and the
     state is reset within the sequence where an episode ends. In sb3-contrib and this script each
-    has its own LSTM. Here gradients go back at most --sequence-length decisions, and a sequence
-    ends with the episode.
+    has its own LSTM, before the hidden layers in sb3-contrib, after them here. Here gradients go
+    back at most --sequence-length decisions, and a sequence ends with the episode. CleanRL
+    initializes the LSTM orthogonally, with biases of 0; here it is initialized as nn.LSTM is.
 """
 
 import os
@@ -109,7 +110,7 @@ class Args(runs.Args):
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
-    """anneal ent_coef linearly to 0, as ML-Agents does"""
+    """anneal ent_coef linearly to 0 (ML-Agents anneals its beta to 1e-5)"""
     vf_coef: float = 0.5
     """the weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -135,8 +136,9 @@ class Args(runs.Args):
 
 
 # Settings per environment. Options on the command line take precedence.
-# Hallway: ML-Agents' official settings, but 64 agents, normalized observations, a larger learning
-# rate, one more epoch, and forget gates that are open at the start.
+# Hallway: ML-Agents' official settings, but 64 agents, minibatches of 512, normalized observations, a
+# larger learning rate, one more epoch, a smaller entropy bonus, and forget gates that are open at
+# the start.
 CLASSIC = dict(num_envs=8, num_steps=128, num_minibatches=4, learning_rate=1e-3, hidden_sizes=(64,))
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=200_000, **CLASSIC),
@@ -152,7 +154,7 @@ PRESETS = {
 def check(args):
     """Check the arguments before the run starts."""
     if args.compile:
-        why = "no two minibatches of sequences have the same shape"
+        why = "minibatches of sequences differ in shape"
         raise ValueError(f"--compile: {why}, so the update can't be compiled: leave it out")
     runs.check(
         args,
@@ -197,9 +199,9 @@ def mlp(sizes, activation):
 class Memory(nn.Module):
     """An LSTM. Its state is one vector of `memory_size` numbers: the hidden state and the cells.
 
-    To use another cell, for example a GRU, change this class: acting, learning and export all use
-    its `step`. `output_size` is the size of the output. Only --forget-bias, and in check() that
-    --memory-size must be even, are about LSTMs.
+    To use another cell, for example a GRU, change this class: acting, learning and export use its
+    `step`; fast.Unrolled computes an LSTM's in another way. `output_size` is the size of the output.
+    Only --forget-bias, and in check() that --memory-size must be even, are about LSTMs.
 
     nn.LSTMCell computes the same, but fast.Acting and fast.Unrolled do not support it.
     """
@@ -266,8 +268,8 @@ class Agent(nn.Module):
         hidden_size = self.actor_memory.output_size
         self.actor = layer_init(nn.Linear(hidden_size, sum(spec["branches"])), std=0.01)
         self.critic = layer_init(nn.Linear(hidden_size, 1), std=1.0)
-        # unroll() for each of several memories. With args.fast numpy computes the same, and falls
-        # back to unroll() if `step` is not an LSTM
+        # unroll() for each of several memories. With args.fast numpy computes the same. Outputs and
+        # gradients are compared with those of unroll(), which is used if `step` is not this LSTM
         self.unrolled = fast.Unrolled(unroll, enabled=args.fast)
         ends = np.cumsum(spec["branches"]).tolist()
         self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
@@ -553,8 +555,8 @@ def compute_advantages(
     is_last = np.append(slots[1:] != slots[:-1], True)
     continues = ~(is_last | terminated | truncated)
 
-    # The next value is that of the next row, of next_obs where no row follows, or 0 after a
-    # termination
+    # The next value is that of the next row, of next_obs after a truncation or where an agent's rows
+    # end, or 0 after a termination
     values = values.double().cpu().numpy()
     next_values = np.append(values[1:], 0.0)
     bootstraps = np.flatnonzero(~continues & ~terminated)  # CleanRL differs (5)
@@ -634,7 +636,7 @@ def ppo_loss(agent, mb, packed_sizes, args):
 
 
 def update(agent, optimizer, batch, mb_inds, packed_sizes, args):
-    """Make one optimizer step on a minibatch, and return the metrics."""
+    """Make one optimizer step on a minibatch, and return the metrics of this rank."""
     mb = Batch(*(column[mb_inds] for column in batch))
     optimizer.zero_grad()
     loss, metrics = ppo_loss(agent, mb, packed_sizes, args)
@@ -685,9 +687,9 @@ def train(args, resumed=None):
         initial_ent_coef = args.ent_coef
 
         # Acceleration. `act` is agent.act for numpy arrays, translated to numpy. It always uses the
-        # current weights. The first call and every 1000th are compared with agent.act. If something
-        # can't be translated or the results differ, agent.act itself is called from then on, and a
-        # message is printed.
+        # current weights. The first call and every 1000th are compared with agent.act. If they differ
+        # even after a new translation, or if something can't be translated, agent.act itself is
+        # called from then on, and a message is printed.
         # fast.Unrolled in the agent does the same for unroll().
         # --no-fast switches both off. The results are the same up to rounding if only actions are
         # random.
@@ -705,7 +707,7 @@ def train(args, resumed=None):
                 "running_returns": rollout.running_returns,
                 "next_lstm_states": next_lstm_states,
             },
-            description=f"{num_iterations} iterations of {batch_size}, minibatches of {minibatch_size}",
+            description=f"{num_iterations} iterations of {batch_size}, minibatches of about {minibatch_size}",
         )
 
         # Agents decide at their own pace. infos has these flags for each slot:
@@ -729,7 +731,7 @@ def train(args, resumed=None):
 
             # Collect a rollout. One thread for torch: the environments need the other cores
             torch.set_num_threads(1)
-            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
+            # Until rollout.size >= batch_size; with --rollout-share, until enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 obs = next_obs[ready]

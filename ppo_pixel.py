@@ -119,7 +119,7 @@ class Args(runs.Args):
     ent_coef: float = 0.0
     """the weight of the entropy bonus"""
     anneal_ent: bool = False
-    """anneal ent_coef linearly to 0, as ML-Agents does"""
+    """anneal ent_coef linearly to 0 (ML-Agents anneals its beta to 1e-5)"""
     vf_coef: float = 0.5
     """the weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -729,7 +729,7 @@ def ppo_loss(agent, images, mb, args):
 
 
 def update(agent, optimizer, images, mb, grad_weight, args):
-    """Make one optimizer step on a minibatch, and return the metrics.
+    """Make one optimizer step on a minibatch, and return the metrics of this rank.
 
     images: the images of mb.stacks
     grad_weight: the weight of this rank's gradients in a distributed run
@@ -857,7 +857,7 @@ def train(args, resumed=None):
             envs_in_this_process = getattr(envs, "num_workers", None) == 0
             torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
             agent.eval()  # or else fast.Acting would change the mode at every step
-            # rollout.size >= batch_size; with --rollout-share also when enough other ranks have it
+            # Until rollout.size >= batch_size; with --rollout-share, until enough other ranks have it
             while not run.has_enough(rollout.size, batch_size):
                 # Act for the agents that request an action
                 stacks = frames.last[ready]

@@ -552,10 +552,7 @@ def test_resume_without_the_buffer_fills_a_new_one_first(monkeypatch, capsys):
     folder = run(total_timesteps=100)
     seen = spy(monkeypatch)
     call(monkeypatch, "--resume", folder, "--total-timesteps", 200)
-    assert (
-        "20 decisions of the policy fill a new one before learning resumes"
-        in capsys.readouterr().out
-    )
+    assert "20 decisions fill a new one before learning resumes" in capsys.readouterr().out
     assert len(seen.losses) == 80 and seen.rb.num_added == 100
 
 
