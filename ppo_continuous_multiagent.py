@@ -115,10 +115,15 @@ class Args(runs.Args):
 # 3DBall and Crawler: ML-Agents' official settings without annealing of ent_coef; 3DBall with half of
 # its buffer_size and tanh, Crawler with two game processes. ML-Agents divides the actions of its
 # policies by 3, hence Crawler's small initial std.
-# Reachers: short horizon, little noise. HalfCheetah: higher returns than with the defaults.
+# Reachers: short horizon, little noise. HalfCheetah, Ant, Humanoid: higher returns than with the
+# defaults. Ant and Humanoid start with little noise, because large actions cost them much reward.
 REACHER = dict(
     num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3, gamma=0.95,
     hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7,
+)  # fmt: skip
+ANT = dict(
+    num_envs=8, num_steps=512, gae_lambda=0.9, norm_adv=False, hidden_sizes=(128, 128),
+    activation="silu", logstd_init=-2.0,
 )  # fmt: skip
 PRESETS = {
     "3DBall": dict(
@@ -139,6 +144,8 @@ PRESETS = {
         num_envs=8, num_steps=256, norm_adv=False, hidden_sizes=(128, 128), activation="silu",
         logstd_init=-1.0,
     ),
+    "Ant-v5": ANT,
+    "Humanoid-v5": ANT,
 }  # fmt: skip
 
 
