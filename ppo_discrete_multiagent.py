@@ -487,7 +487,8 @@ def update(agent, optimizer, batch, mb_inds, grad_weight, args):
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=False)
     optimizer.step()
     metrics["losses/grad_norm"] = grad_norm
-    return fast.detach(metrics)  # still tensors: reading numbers would make a GPU wait
+    # Still tensors: reading numbers would make a GPU wait
+    return fast.detach(metrics)
 
 
 @torch.no_grad()
