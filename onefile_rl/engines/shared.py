@@ -38,6 +38,7 @@ from onefile_rl.engines.process import (
     LARGEST_MESSAGE,
     LOG_INTERVAL,
     SLICE,
+    SPIN_SECONDS,
     PlayerGone,
     Stream,
     close_all,
@@ -277,6 +278,17 @@ class HubPlayer(Player):
         self.send_message(reply)
 
 
+def wait_for_any(sockets, seconds):
+    """Return the sockets that have data, after a wait of up to `seconds`. It polls first, as Stream._fill() does."""
+    spin_until = time.perf_counter() + min(seconds, SPIN_SECONDS)
+    while time.perf_counter() < spin_until:
+        arrived, _, _ = select.select(sockets, [], [], 0)
+        if arrived:
+            return arrived
+        os.sched_yield()
+    return select.select(sockets, [], [], seconds)[0]
+
+
 class Member:
     """The process of a behavior, as the hub sees it."""
 
@@ -394,7 +406,7 @@ class Hub:
         for seat in self.seats:
             if seat.started and seat.message is None:
                 simulating[seat.player.wire.sock] = seat
-        arrived, _, _ = select.select([self.listener, *sockets, *simulating], [], [], seconds)
+        arrived = wait_for_any([self.listener, *sockets, *simulating], seconds)
         for sock in arrived:
             if sock is self.listener:
                 self._accept()
