@@ -42,6 +42,7 @@ TARGETS = {
     "HalfCheetah-v5": (5819, "rl-zoo, tuned, published"),
     "Hopper-v5": (2609, "Tianshou, published"),
     "Walker2d-v5": (3589, "Tianshou, published"),
+    "Ant-v5": (3258, "Tianshou, published"),
     "HalfCheetah-v5.sac": (9635, "CleanRL, published, at a million"),
     "3DBall": (100, "ML-Agents' benchmark"),
     "3DBall.sac": (100, "ML-Agents' benchmark"),

@@ -42,6 +42,7 @@ ONE = (1,)
 TWO = (1, 2)
 THREE = (1, 2, 3)
 FIVE = (1, 2, 3, 4, 5)
+TEN = tuple(range(1, 11))
 BLIND = "--num-envs 8 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
 SB3_SETTINGS = (
     "--compile --num-envs 1 --num-steps 2048 --hidden-sizes 64 64 --activation tanh "
@@ -129,6 +130,8 @@ FULL = [
         sb3_seeds=THREE,
         evaluate=20,
     ),
+    Row(PPO, "Ant-v5", TEN, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "Humanoid-v5", FIVE, 1_000_000, "--compile", evaluate=20),
     Row(PPO, "Reacher2Dof-v0", FIVE, 300_000, "--compile", evaluate=200),
     Row(
         PPO,

@@ -561,7 +561,7 @@ def test_a_step_that_changes_later_is_noticed(capsys):
     assert not agent.unrolled.enabled and STEPPED in capsys.readouterr().out
 
 
-def test_a_gradient_that_the_script_stops_is_not_computed_by_numpy(capsys):
+def test_a_gradient_that_the_script_stops_is_not_computed_by_numpy(capsys, empty_folder):
     """A detach() in step() changes no output, but what is learned."""
     changed = copy_of(NAME, ("        return h, torch.cat([h, c], 1)\n", DETACHED))
     torch.manual_seed(0)
