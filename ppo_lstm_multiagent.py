@@ -225,17 +225,20 @@ class Memory(nn.Module):
         return h, torch.cat([h, c], 1)
 
 
-def unroll(memory, x, state, packed_sizes):
-    """Return the outputs of a memory over the sequences of a minibatch.
+def unroll(agent, obs, lstm_state, packed_sizes):
+    """Return the outputs of the LSTMs of actor and critic over the sequences of a minibatch.
 
-    x: the inputs, packed as minibatches() says
-    state: the states at the start of the sequences
+    obs: packed as minibatches() says
+    lstm_state: a row for the start of each sequence
     """
-    outputs = []
-    for x_step in x.split(packed_sizes.tolist()):
-        output, state = memory.step(x_step, state[: len(x_step)])  # sequences that have this step
-        outputs.append(output)
-    return torch.cat(outputs)
+    actor_outputs = []
+    critic_outputs = []
+    for obs_step in obs.split(packed_sizes.tolist()):
+        lstm_state = lstm_state[: len(obs_step)]  # of the sequences that have this step
+        actor_hidden, critic_hidden, lstm_state = agent.step(obs_step, lstm_state)
+        actor_outputs.append(actor_hidden)
+        critic_outputs.append(critic_hidden)
+    return torch.cat(actor_outputs), torch.cat(critic_outputs)
 
 
 class Agent(nn.Module):
@@ -268,8 +271,8 @@ class Agent(nn.Module):
         hidden_size = self.actor_memory.output_size
         self.actor = layer_init(nn.Linear(hidden_size, sum(spec["branches"])), std=0.01)
         self.critic = layer_init(nn.Linear(hidden_size, 1), std=1.0)
-        # unroll() for each of several memories. With args.fast numpy computes the same. Outputs and
-        # gradients are compared with those of unroll(), which is used if `step` is not this LSTM
+        # unroll(), computed for all steps at once: encode() in torch, the LSTMs in numpy. Outputs and
+        # gradients are compared with those of unroll(), which is used instead if they differ
         self.unrolled = fast.Unrolled(unroll, enabled=args.fast)
         ends = np.cumsum(spec["branches"]).tolist()
         self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
@@ -289,12 +292,6 @@ class Agent(nn.Module):
         critic_hidden, critic_state = self.critic_memory.step(critic_x, critic_state)
         return actor_hidden, critic_hidden, torch.cat([actor_state, critic_state], 1)
 
-    def unroll(self, obs, lstm_state, packed_sizes):
-        """Return the outputs of the LSTMs of actor and critic over the sequences of a minibatch.
-        `lstm_state` has a row for the start of each sequence."""
-        memories = (self.actor_memory, self.critic_memory)
-        return self.unrolled(memories, self.encode(obs), lstm_state.chunk(2, 1), packed_sizes)
-
     def get_value(self, obs, lstm_state):
         _, hidden, _ = self.step(obs, lstm_state)
         return self.critic(hidden).flatten()
@@ -312,7 +309,7 @@ class Agent(nn.Module):
         if packed_sizes is None:
             actor_hidden, critic_hidden, new_lstm_state = self.step(obs, lstm_state)
         else:
-            actor_hidden, critic_hidden = self.unroll(obs, lstm_state, packed_sizes)
+            actor_hidden, critic_hidden = self.unrolled(self, obs, lstm_state, packed_sizes)
             new_lstm_state = None
         # mask: 0 where a choice is not allowed
         logits = self.actor(actor_hidden) + (mask.float() - 1.0) * 1e8
@@ -691,7 +688,7 @@ def train(args, resumed=None):
         # current weights. The first call and every 1000th are compared with agent.act. If they differ
         # even after a new translation, or if something can't be translated, agent.act itself is
         # called from then on, and a message is printed.
-        # fast.Unrolled in the agent does the same for unroll().
+        # fast.Unrolled in the agent does the same for unroll(), every 20th call.
         # --no-fast switches both off. The results are the same up to rounding if only actions are
         # random.
         act = fast.Acting(agent, enabled=args.fast)

@@ -118,6 +118,9 @@ def changes(before, now):
     return {name: x for name, x in now.items() if name not in before or before[name] != x}
 
 
+NUMBERS = (int, float, bool)
+
+
 def inside(variables):
     """Yield the names and values of a dict, and those inside of dicts, lists and tuples in it."""
     for name, value in variables.items():
@@ -488,11 +491,23 @@ class Run:
         modules = [x for x in self.keep.values() if isinstance(x, nn.Module)]
         known |= {id(part) for module in modules for part in module.modules()}
         found = {}
-        for name, x in inside(self.frame.f_globals | self.frame.f_locals):
+        variables = self.frame.f_globals | self.frame.f_locals
+        own = {name: vars(x) for name, x in variables.items() if self.is_plain_object(x)}
+        for name, x in [*inside(variables), *inside(own)]:
             if has_state_dict(x) and id(x) not in known:
                 found[name] = x
                 known.add(id(x))
+        for name, attributes in own.items():
+            numbers = [f"{name}.{key}" for key, x in attributes.items() if type(x) in NUMBERS]
+            if numbers and any(key.startswith(f"{name}.") for key in found):
+                fix = "put numbers that change in a dict, and pass it to run.start in keep"
+                print(f"Not kept in checkpoints: {', '.join(numbers)}; {fix}", flush=True)
         return found
+
+    def is_plain_object(self, x):
+        """Return whether `x` is an instance of a class of the script that is not a module."""
+        own = type(x).__module__ == self.frame.f_globals["__name__"]
+        return own and hasattr(x, "__dict__") and not has_state_dict(x) and x is not self.args
 
     def loose_parameters(self):
         """Return the parameters that an optimizer updates and no kept module has, by optimizer."""
@@ -509,8 +524,7 @@ class Run:
 
     def plain_globals(self):
         """Return the numbers among the globals of the script."""
-        numbers = (int, float, bool)
-        return {name: x for name, x in self.frame.f_globals.items() if type(x) in numbers}
+        return {name: x for name, x in self.frame.f_globals.items() if type(x) in NUMBERS}
 
     def kept_tensors(self):
         """Return the parameters that are kept, and the buffers."""
@@ -533,6 +547,12 @@ class Run:
                 raise ValueError(
                     f"parameter {name} is not in any optimizer and would never be updated: {fix}"
                 )
+        for name, module in self.keep.items():
+            if isinstance(module, nn.Module) and module is not self.agent:
+                loose = [p for p in module.parameters() if p.requires_grad and id(p) not in updated]
+                if loose:
+                    what = f"{name}: no optimizer updates {len(loose)} of its parameters"
+                    print(f"{what}; if they are to stay as they are, requires_grad_(False) says so")
 
     def synchronize_ranks(self):
         """Give all ranks the weights of rank 0, and different random numbers."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-COMPARE_EVERY = 20  # calls between two comparisons with `step`
+COMPARE_EVERY = 20  # calls between two comparisons with `unroll`
 
 
 class _Lstm(torch.autograd.Function):
@@ -119,15 +119,15 @@ def lstm(pre, weight_hh, states, sizes):
 
 
 class Unrolled:
-    """Compute `unroll(memory, x, state, packed_sizes)` for several memories of the same size.
+    """Compute `unroll(agent, obs, lstm_state, packed_sizes)`.
 
-    unroll: the function of the script that steps a memory over packed sequences
+    unroll: the function of the script that calls `agent.step` for one step after the other, and
+    returns the outputs of the LSTMs of actor and critic
     enabled: False calls `unroll` in any case
 
-    A memory is a module with step(x, state), which returns the output and the new state of one
-    decision. If `step` is the LSTM of the layers `linear_ih` and `linear_hh`, `lstm` computes the
-    sequences of all memories at once; outputs and gradients are compared with those of `unroll`
-    from time to time. Otherwise `unroll` is called for each memory.
+    Here `agent.encode` computes the inputs of all steps at once, and `lstm` the sequences of
+    `agent.actor_memory` and `agent.critic_memory`, if these are LSTMs with the layers `linear_ih`
+    and `linear_hh`. Outputs and gradients are compared with those of `unroll` from time to time.
     """
 
     def __init__(self, unroll, enabled=True):
@@ -135,52 +135,48 @@ class Unrolled:
         self.enabled = enabled
         self.calls = 0  # with more than one step: only these compare the new state
 
-    def __call__(self, memories, inputs, states, packed_sizes):
-        """Return the outputs of each memory, from its inputs and its states at the start of the
-        sequences."""
+    def __call__(self, agent, obs, lstm_state, packed_sizes):
         if self.enabled:
             try:
-                outputs = self.with_lstm(memories, inputs, states, packed_sizes)
+                outputs = self.with_lstm(agent, obs, lstm_state, packed_sizes)
                 if self.calls % COMPARE_EVERY == 0:
-                    self.enabled = self.is_equal(memories, inputs, states, packed_sizes)
+                    self.enabled = self.is_equal(agent, obs, lstm_state, packed_sizes)
             except Exception:  # other layers or shapes
                 self.enabled = False
             if not self.enabled:
                 reason = "its step() is not the LSTM of fast/lstm.py"
                 print(f"Stepping the memory with PyTorch (slower): {reason}", flush=True)
         if not self.enabled:
-            return self.with_steps(memories, inputs, states, packed_sizes)
+            return self.unroll(agent, obs, lstm_state, packed_sizes)
         self.calls += len(packed_sizes) > 1
         return outputs
 
-    def with_lstm(self, memories, inputs, states, packed_sizes):
+    def with_lstm(self, agent, obs, lstm_state, packed_sizes):
+        memories = (agent.actor_memory, agent.critic_memory)
         pre = []
-        for memory, x in zip(memories, inputs, strict=True):
+        for memory, x in zip(memories, agent.encode(obs), strict=True):
             pre.append(memory.linear_ih(x) + memory.linear_hh.bias)
         weight_hh = torch.stack([memory.linear_hh.weight for memory in memories])
-        return list(lstm(torch.stack(pre), weight_hh, torch.stack(states), packed_sizes))
+        states = torch.stack(lstm_state.chunk(2, 1))
+        return tuple(lstm(torch.stack(pre), weight_hh, states, packed_sizes))
 
-    def with_steps(self, memories, inputs, states, packed_sizes):
-        return [
-            self.unroll(memory, x, state, packed_sizes)
-            for memory, x, state in zip(memories, inputs, states, strict=True)
-        ]
-
-    def is_equal(self, memories, inputs, states, packed_sizes):
+    def is_equal(self, agent, obs, lstm_state, packed_sizes):
         """Compare outputs and gradients of the first two steps. The second output depends on the
         state after the first."""
         packed_sizes = packed_sizes[:2]
-        num_rows = int(packed_sizes.sum())
-        inputs = [x[:num_rows].detach().requires_grad_() for x in inputs]
-        parameters = [p for memory in memories for p in memory.parameters() if p.requires_grad]
+        obs = obs[: int(packed_sizes.sum())]
+        parameters = [p for p in agent.parameters() if p.requires_grad]
         results = []
-        for compute in (self.with_lstm, self.with_steps):
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):  # step() may have dropout
-                outputs = compute(memories, inputs, states, packed_sizes)
+        for compute in (self.with_lstm, self.unroll):
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):  # there may be dropout
+                outputs = compute(agent, obs, lstm_state, packed_sizes)
                 total = sum(x.square().sum() for x in outputs)
-                gradients = torch.autograd.grad(total, inputs + parameters, allow_unused=True)
-            results.append([*outputs, *[x for x in gradients if x is not None]])
-        ours, expected = results
-        return len(ours) == len(expected) and all(
-            torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(ours, expected, strict=True)
-        )
+                gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            results.append([*outputs, *gradients])
+        return all(is_close(ours, expected) for ours, expected in zip(*results, strict=True))
+
+
+def is_close(x, y):
+    if x is None or y is None:
+        return x is y
+    return torch.allclose(x, y, rtol=1e-3, atol=1e-4)

@@ -561,26 +561,41 @@ def test_a_step_that_changes_later_is_noticed(capsys):
     assert not agent.unrolled.enabled and STEPPED in capsys.readouterr().out
 
 
-def test_a_gradient_that_the_script_stops_is_not_computed_by_numpy(capsys, empty_folder):
-    """A detach() in step() changes no output, but what is learned."""
-    changed = copy_of(NAME, ("        return h, torch.cat([h, c], 1)\n", DETACHED))
+@pytest.mark.parametrize("place", ["output", "gradient of the memory", "gradient of the encoder"])
+def test_a_changed_step_is_what_is_learned(place, capsys, empty_folder):
+    """What the script computes in Agent.step or Memory.step, for acting, is learned too."""
+    changed = copy_of(NAME, CHANGED_STEPS[place])
     torch.manual_seed(0)
-    memories = [changed.Memory(5, 8) for _ in range(2)]
+    agent = changed.Agent(SPEC, changed.Args(**SMALL))
     sizes = torch.tensor([3, 2, 2])
-    inputs = [torch.randn(7, 5) for _ in memories]
-    states = [torch.randn(3, 8) for _ in memories]
+    obs = torch.randn(7, 5)
+    states = torch.randn(3, 24)
     gradients = []
     for enabled in (True, False):
         unrolled = fast.Unrolled(changed.unroll, enabled=enabled)
-        outputs = unrolled(memories, inputs, states, sizes)
-        total = sum(x.square().sum() for x in outputs)
-        gradients.append(torch.autograd.grad(total, [m.linear_hh.weight for m in memories]))
+        total = sum(x.square().sum() for x in unrolled(agent, obs, states, sizes))
+        parameters = [agent.actor_memory.linear_hh.weight, agent.critic_layers[0].weight]
+        gradients.append(torch.autograd.grad(total, parameters, allow_unused=True))
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, expected)
     assert STEPPED in capsys.readouterr().out
 
 
-DETACHED = "        return h, torch.cat([h, c], 1).detach()\n"
+CHANGED_STEPS = {
+    "output": (
+        "        return actor_hidden, critic_hidden, torch.cat([actor_state",
+        "        actor_hidden = actor_hidden + 0.5\n"
+        "        return actor_hidden, critic_hidden, torch.cat([actor_state",
+    ),
+    "gradient of the memory": (
+        "        return h, torch.cat([h, c], 1)\n",
+        "        return h, torch.cat([h, c], 1).detach()\n",
+    ),
+    "gradient of the encoder": (
+        "self.critic_memory.step(critic_x, critic_state)",
+        "self.critic_memory.step(critic_x.detach(), critic_state)",
+    ),
+}
 GRU = """class Memory(nn.Module):
     def __init__(self, input_size, memory_size, forget_bias=0.0):
         super().__init__()

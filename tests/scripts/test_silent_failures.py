@@ -219,6 +219,32 @@ def test_modules_and_optimizers_that_are_not_named_are_kept(monkeypatch, capsys)
     assert_equal_states(whole, state_of(script, train_in_two_parts(script, monkeypatch)))
 
 
+CURIOSITY = """class Curiosity:
+    def __init__(self, obs_dim):
+        self.predictor = mlp((obs_dim, 8), "tanh", 4, 1.0)
+        self.optimizer = torch.optim.Adam(self.predictor[0].parameters(), lr=1e-3)
+        self.scale = 1.0
+
+
+"""
+
+
+def test_modules_inside_of_an_object_are_kept_and_its_numbers_are_named(monkeypatch, capsys):
+    """Random network distillation as a class that is not a module. Half of it is in no optimizer."""
+    make = RND[1][0] + '        curiosity = Curiosity(spec["obs_dim"])\n'
+    learn = RND[2][1].replace("predictor_optimizer", "curiosity.optimizer")
+    learn = learn.replace("(predictor(", "(curiosity.predictor(")
+    changes = [(FIRST, CURIOSITY + FIRST), (RND[1][0], make), (RND[2][0], learn)]
+    script = copy_of(NAME, *changes)
+    whole = state_of(script, train(script))
+    out = capsys.readouterr().out
+    assert "Also kept in checkpoints: curiosity.predictor\n" in out
+    assert "Also kept in checkpoints: curiosity.optimizer\n" in out
+    assert "Not kept in checkpoints: curiosity.scale; put numbers" in out
+    assert "curiosity.predictor: no optimizer updates 2 of its parameters" in out
+    assert_equal_states(whole, state_of(script, train_in_two_parts(script, monkeypatch)))
+
+
 def test_a_module_that_is_made_too_late_is_named(capsys):
     late = "            if iteration == 0:\n                late = nn.Linear(2, 2)\n"
     train(copy_of(NAME, (ANNEALING, late + ANNEALING)))
