@@ -42,11 +42,10 @@ ONE = (1,)
 TWO = (1, 2)
 THREE = (1, 2, 3)
 FIVE = (1, 2, 3, 4, 5)
-TEN = tuple(range(1, 11))
 BLIND = "--num-envs 8 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
 SB3_SETTINGS = (
     "--compile --num-envs 1 --num-steps 2048 --hidden-sizes 64 64 --activation tanh "
-    "--logstd-init 0 --norm-adv"
+    "--logstd-init 0 --norm-adv --learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --vf-coef 0.5"
 )
 HALL = (
     "--player-args=--agents=64 --num-steps 64 --num-minibatches 8 --update-epochs 4 "
@@ -120,18 +119,20 @@ FULL = [
     Row(
         PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE, evaluate=20
     ),
+    Row(PPO, "Walker2d-v5", FIVE, 1_000_000, "--compile", evaluate=20),
     Row(
         PPO,
         "Walker2d-v5",
         THREE,
         1_000_000,
-        "--compile",
+        SB3_SETTINGS,
+        label="sb3-settings",
         sb3="sb3-ppo",
         sb3_seeds=THREE,
         evaluate=20,
     ),
-    Row(PPO, "Ant-v5", TEN, 1_000_000, "--compile", evaluate=20),
-    Row(PPO, "Humanoid-v5", FIVE, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "Ant-v5", THREE, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "Humanoid-v5", THREE, 1_000_000, "--compile", evaluate=20),
     Row(PPO, "Reacher2Dof-v0", FIVE, 300_000, "--compile", evaluate=200),
     Row(
         PPO,
