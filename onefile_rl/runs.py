@@ -1488,7 +1488,7 @@ def main(
     except ReaderGone:
         sys.stdout = open(os.devnull, "w", errors="replace")
         raise SystemExit(1) from None
-    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         if distributed.failures:
             raise SystemExit(f"\n{distributed.failures[0]}") from None
         if not is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""Files of torch that somebody else may have written: they are read without running code, and take no more memory than
+"""Files of torch that other people may have written: they are read without running code, and take no more memory than
 their size."""
 
 import zipfile

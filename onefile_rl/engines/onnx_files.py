@@ -1,4 +1,4 @@
-"""ONNX files that somebody else may have written: read without opening other files, and run in bounded memory."""
+"""ONNX files that other people may have written: read without opening other files, and run in bounded memory."""
 
 import functools
 import stat

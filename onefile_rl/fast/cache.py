@@ -31,11 +31,13 @@ def repair():
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     found = False
+    deadline = time.monotonic() + WRITING_SECONDS  # the time of a file may be in the future
     for path in Path(cache_dir()).rglob("*.so"):
         try:
             while is_truncated(path):
                 found = True
-                if time.time() - path.stat().st_mtime > WRITING_SECONDS:
+                is_old = time.time() - path.stat().st_mtime > WRITING_SECONDS
+                if is_old or time.monotonic() > deadline:
                     path.unlink()
                 time.sleep(0.5)
         except OSError:  # removed, here or by another process

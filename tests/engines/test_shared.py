@@ -212,7 +212,7 @@ def test_players_that_wait_for_different_behaviors_do_not_wait_forever(monkeypat
         obs, infos = envs.reset()
         total = np.zeros(envs.num_envs)
         while (obs[:, 1] < 1000).any():
-            assert infos["ready"].any(), "a step returns when somebody requests a decision"
+            assert infos["ready"].any(), "a step returns when an agent requests a decision"
             continuous, discrete = policy(name, obs)
             rows = continuous
             if discrete is not None:

@@ -113,3 +113,13 @@ def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
         os.utime(library, (0, 0))
     compile_it()
     assert not any(cache.is_truncated(path) for path in tmp_path.rglob("*.so"))
+
+
+def test_a_truncated_library_with_a_time_in_the_future_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "WRITING_SECONDS", 0.1)
+    library = tmp_path / "a.so"
+    library.write_bytes(b"")
+    os.utime(library, (2**33, 2**33))
+    assert cache.repair() and not library.exists()
+    assert not cache.repair()
