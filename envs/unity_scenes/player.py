@@ -90,7 +90,7 @@ class Academy:
         self.count = 0  # fixed steps since the last full reset
         self.total = 0  # fixed steps since the start
         self.outbox = []
-        self.senders = []  # the behavior of each entry in the outbox
+        self.senders = []  # the behaviors of the agents of each entry in the outbox
         self.stats = []
         scene.academy = self
 
@@ -159,17 +159,11 @@ class Academy:
             self.acts[agents] = False
 
     def _put(self, agents, done=False, interrupted=False):
-        """Add agents to the outbox, those of each behavior together."""
-        if not hasattr(self.scene, "behavior_of"):
-            self._put_behavior(self.scene.behavior, agents, done, interrupted)
-            return
-        names = self.scene.behavior_of(agents)
-        for name in self.scene.behaviors:
-            if (names == name).any():
-                self._put_behavior(name, agents[names == name], done, interrupted)
-
-    def _put_behavior(self, name, agents, done, interrupted):
-        self.senders.append(name)
+        """Add agents to the outbox."""
+        if hasattr(self.scene, "behavior_of"):
+            self.senders.append(self.scene.behavior_of(agents))
+        else:
+            self.senders.append([self.scene.behavior] * len(agents))
         observations = self.scene.observe(agents)
         self.outbox.append(
             (agents, self.id[agents], observations, self.reward[agents], done, interrupted)
@@ -229,22 +223,26 @@ class Link:
                     self.heads.append(image_head(name, shape, self.channels_first))
                 else:
                     self.heads.append(sensor_head(name, shape))
-        for (agents, ids, observations, rewards, done, interrupted), name in zip(
+        rows = {}  # the agents of each behavior in the message
+        for (agents, ids, observations, rewards, done, interrupted), names in zip(
             outbox, self.academy.senders, strict=True
         ):
-            if name not in self.described:
-                self._describe(scene, name, output.rl_initialization_output.brain_parameters)
-            infos = output.rl_output.agentInfos[name].value
+            for name in dict.fromkeys(names):
+                if name in rows:
+                    continue
+                if name not in self.described:
+                    self._describe(scene, name, output.rl_initialization_output.brain_parameters)
+                rows[name] = output.rl_output.agentInfos[name].value
             sensors = serialized(self.heads, observations)
             masks = (
                 scene.mask(agents).tolist()
                 if hasattr(scene, "mask") and not done
                 else [()] * len(ids)
             )
-            for agent, reward, row, mask in zip(
-                ids.tolist(), rewards.tolist(), sensors, masks, strict=True
+            for name, agent, reward, row, mask in zip(
+                names, ids.tolist(), rewards.tolist(), sensors, masks, strict=True
             ):
-                info = infos.add(
+                info = rows[name].add(
                     id=agent,
                     reward=reward,
                     done=done,
@@ -263,10 +261,13 @@ class Link:
         reply = self._call(message)
         if reply.command == RESET:
             return None
+        if not reply.agent_actions:
+            return [], []
+        received = {name: iter(part.value) for name, part in reply.agent_actions.items()}
         actions = []
-        for (*_, done, _), name in zip(outbox, self.academy.senders, strict=True):
+        for (*_, done, _), names in zip(outbox, self.academy.senders, strict=True):
             if not done:
-                actions += reply.agent_actions[name].value
+                actions += [next(received[name]) for name in names]
         return [list(a.continuous_actions) for a in actions], [
             list(a.discrete_actions) for a in actions
         ]

@@ -59,7 +59,8 @@ class WallClimb:
             self.places[agent, BLOCK] = (rows[1], self.rng.integers(2, 4))
 
     def behavior_of(self, agents):
-        return np.where(self.big[agents], *self.behaviors)
+        big, small = self.behaviors
+        return [big if is_big else small for is_big in self.big[agents].tolist()]
 
     def observe(self, agents):
         places = self.places[agents]

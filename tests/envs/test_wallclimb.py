@@ -60,9 +60,9 @@ def test_an_agent_that_arrives_ends_under_its_old_name_and_keeps_its_id():
     play(RIGHT)
     sent.clear()
     play(0)
-    assert [(name, out[1].tolist(), out[4]) for name, out in sent] == [
-        ("SmallWall?team=0", [0], True),
-        ("BigWall?team=0", [0], False),
+    assert [(names, out[1].tolist(), out[4]) for names, out in sent] == [
+        (["SmallWall?team=0"], [0], True),
+        (["BigWall?team=0"], [0], False),
     ]
     assert sent[0][1][3] == pytest.approx(0.99), "1 for the arrival, and a step costs 0.01"
 
