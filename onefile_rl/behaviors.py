@@ -31,6 +31,7 @@ from onefile_rl.engines.scenes import derive_seed, engine
 from onefile_rl.engines.unity import base_name
 
 COMPLETE = 3  # exit code of a process whose run had reached its total before
+LOOK_INTERVAL = 0.05  # seconds between two looks at whether processes have ended
 PRINTING = threading.Lock()  # so that lines of two processes do not mix
 PLAYER_ARGS = ("num_players", "base_port", "player_args", "time_scale", "others", "image_order")
 
@@ -280,8 +281,12 @@ def train(script, args, lines, main_folder, seed):
 def serve(hub, children, received, main_folder, script):
     """Serve the processes until all of them have ended. An error tells why one of them has not trained to its end."""
     codes = set()
+    look_at = 0.0  # when to look at the processes again: a look takes as long as half a message
     while any(child.running for child in children):
         hub.step()
+        if hub.training and time.monotonic() < look_at:
+            continue
+        look_at = time.monotonic() + LOOK_INTERVAL
         if received and not hub.training:
             raise KeyboardInterrupt
         for child in children:

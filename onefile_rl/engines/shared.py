@@ -7,10 +7,13 @@ connection to the hub that carries the messages of one player, restricted to one
 The frames of a connection have a length, a kind and a content:
 
     from the process    GREETING    the behavior, the number of the player, and a key, as JSON
-                        ANSWER      a serialized message: a reset at first, then the answer to each MESSAGE
+                        ANSWER      a serialized message: a reset at first, then the answer to each MESSAGE; after
+                                    ENDS only if it has something for a side channel
                         READY       the process is ready to train
     from the hub        SPECIMEN    a message with the actions and sensors of the behavior, which is not answered
-                        MESSAGE     a message with agents of the behavior
+                        MESSAGE     a message with agents of the behavior that request a decision
+                        ENDS        a message whose agents of the behavior have all ended: the hub does not wait for an
+                                    answer, so the player may go on at once
                         ELSEWHERE   this player goes on when the agents of the process in other players have acted
                         GONE        the player was lost, for the reason in the content: connect again
                         READY       all processes are ready to train
@@ -55,7 +58,7 @@ from onefile_rl.engines.unity import (
 from onefile_rl.engines.unity_wire import UnityMessageProto
 
 VARIABLE = "ONEFILE_RL_SHARED"  # of the environment: what a process needs to find the hub, as JSON
-GREETING, ANSWER, READY, SPECIMEN, MESSAGE, ELSEWHERE, GONE, STOP = range(8)
+GREETING, ANSWER, READY, SPECIMEN, MESSAGE, ENDS, ELSEWHERE, GONE, STOP = range(9)
 GREETING_SECONDS = 5  # in which a process that has connected must say who it is
 LARGEST_BACKLOG = 2**16  # bytes of side channels that wait for the next message of a behavior
 
@@ -105,15 +108,19 @@ class Channel(Stream):
             raise ConnectionError("the peer closed the connection")
         self.buffer += chunk
 
-    def pop(self):
-        """Return the next complete frame in the buffer, or None."""
+    def has_message(self):
         if len(self.buffer) < 5:
-            return None
-        size, kind = struct.unpack_from("!IB", self.buffer)
+            return False
+        (size,) = struct.unpack_from("!I", self.buffer)
         if size > LARGEST_MESSAGE:
             raise ConnectionError("its message is too large")
-        if len(self.buffer) < 5 + size:
+        return len(self.buffer) >= 5 + size
+
+    def pop(self):
+        """Return the next complete frame in the buffer, or None."""
+        if not self.has_message():
             return None
+        size, kind = struct.unpack_from("!IB", self.buffer)
         content = bytes(self.buffer[5 : 5 + size])
         del self.buffer[: 5 + size]
         return kind, content
@@ -121,6 +128,8 @@ class Channel(Stream):
 
 class SharedPlayer(Player):
     """A player of the hub, as far as the behavior of this process is concerned."""
+
+    is_asked = True  # whether the hub waits for an answer to the last message
 
     def _start(self, path, command, base_port):
         """There is nothing to launch: the hub has the process."""
@@ -181,12 +190,14 @@ class SharedPlayer(Player):
         kind, content = self._receive()
         if kind == ELSEWHERE:
             return None
+        self.is_asked = kind == MESSAGE
         message = UnityMessageProto.FromString(content)
         self._read_specs(message)
         return self._decode(message)
 
     def send_message(self, message):
-        self._send(ANSWER, message.SerializeToString())
+        if self.is_asked or message.unity_input.rl_input.side_channel:
+            self._send(ANSWER, message.SerializeToString())
 
     def close(self):
         if self.wire:
@@ -312,8 +323,10 @@ class Seat:
         self.brains = {}  # the description of the actions of each behavior and team
         self.started = False
         self.message = None  # the last one, until it is answered
-        self.asked = {}  # the members that have not answered it: whether their agents request decisions
-        self.answers = []
+        self.asked = (
+            set()
+        )  # the members whose agents request decisions in it and that have not answered it
+        self.answers = []  # those that the next answer of the player consists of
         self.backlog = {}  # side channels for the next message of a member
         self.sent_at = 0.0
         self.idle = 0.0  # seconds of simulation since agents that are trained have acted last
@@ -457,10 +470,12 @@ class Hub:
             seat.resets[member] = answer
             self._start_when_complete(seat)
             return
-        if member not in seat.asked:
+        if not seat.started:  # meant for a player that was lost since
             return
-        del seat.asked[member]
         seat.answers.append(answer)
+        if member not in seat.asked:  # after ENDS
+            return
+        seat.asked.remove(member)
         member.plan = member.plan or set(member.holds)
         member.plan.discard(seat.worker)
         member.holds.discard(seat.worker)
@@ -493,7 +508,7 @@ class Hub:
             if not seat.started:
                 self._start_when_complete(seat)
             elif member in seat.asked:
-                del seat.asked[member]
+                seat.asked.remove(member)
                 self._answer_when_complete(seat)
 
     def _send(self, member, worker, kind, content=b""):
@@ -521,7 +536,7 @@ class Hub:
         seat.message = None
         seat.resets = {}
         seat.answers = []
-        seat.asked = {}
+        seat.asked = set()
         seat.player = None
         for member in self.members:
             member.holds.discard(seat.worker)
@@ -600,10 +615,12 @@ class Hub:
             if count == 0 and len(backlog) < LARGEST_BACKLOG:
                 seat.backlog[member] = backlog
                 continue
-            seat.asked[member] = requests_decisions(part)
-            if seat.asked[member]:
+            kind = ENDS
+            if requests_decisions(part):
+                kind = MESSAGE
+                seat.asked.add(member)
                 member.holds.add(seat.worker)
-            self._send(member, seat.worker, MESSAGE, part.SerializeToString())
+            self._send(member, seat.worker, kind, part.SerializeToString())
         self._answer_when_complete(seat)
 
     def _answer_when_complete(self, seat):
@@ -634,8 +651,6 @@ class Hub:
         members = [m for m in self.members if m.trains]
         if any(m.plan for m in members):
             return
-        if not all(decides for seat in self.seats for decides in seat.asked.values()):
-            return  # an end is answered at once
         holding = [m for m in members if m.holds]
         if any(len(m.holds) == len(self.seats) for m in holding):
             return  # it acts

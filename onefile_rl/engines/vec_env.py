@@ -393,7 +393,7 @@ class EngineVecEnv(VectorEnv):
     def _wait_for_any(self):
         """Return the sockets of the players that have answered. The list is empty if none did before the timeout."""
         started = time.monotonic()
-        arrived = []
+        arrived = [s for s, player in self._waiting.items() if player.wire.has_message()]
         while not arrived and (left := started + self.timeout - time.monotonic()) > 0:
             arrived, _, _ = select.select(self._waiting, [], [], min(left, SLICE))
             if not arrived:

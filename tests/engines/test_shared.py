@@ -194,9 +194,22 @@ def test_two_behaviors_store_what_two_runs_with_the_other_one_frozen_store(game)
         assert sent == [actions_in(reply) for reply in alone.replies], "the game gets the same"
 
 
-@pytest.mark.parametrize("num_players", [2, 3])
-def test_players_that_wait_for_different_behaviors_do_not_wait_forever(monkeypatch, num_players):
-    """One player asks A, another one B, and each process waits for both players."""
+@pytest.mark.parametrize(("num_players", "delay"), [(2, 0), (3, 0), (3, 0.003)])
+def test_players_that_wait_for_different_behaviors_do_not_wait_forever(
+    monkeypatch, num_players, delay
+):
+    """One player asks A, another one B, and each process waits for both players.
+
+    With a delay, one of the processes is slow, and several messages of a player arrive together.
+    """
+    fill = shared.Channel._fill
+
+    def fill_late(channel, deadline):
+        if shared.settings()["behavior"] == NAMES[0]:
+            time.sleep(delay)
+        fill(channel, deadline)
+
+    monkeypatch.setattr(shared.Channel, "_fill", fill_late)
     both = {name: [info(name, i, 1)] for i, name in enumerate(NAMES)}
     scripts = []
     for number in range(num_players):
@@ -230,6 +243,38 @@ def test_players_that_wait_for_different_behaviors_do_not_wait_forever(monkeypat
     for name in NAMES:
         expected = [sum(name in message for message in script[1:-3]) for script in scripts]
         assert results[name] == expected
+
+
+def test_a_player_goes_on_after_an_end_while_that_behavior_learns(monkeypatch):
+    """The process of an agent that has only ended is not waited for: here it is busy until the other one has acted."""
+    long, short = NAMES
+    both = {name: [info(name, i, 1)] for i, name in enumerate(NAMES)}
+    ends = {short: [info(short, 1, 2, 1.0, done=True)]}
+    later = [{long: [info(long, 0, step)]} for step in range(3, 6)]
+    last = {name: [info(name, 10 + i, 1000)] for i, name in enumerate(NAMES)}
+    player = ScriptedPlayer([both, ends | later[0], *later[1:], last], SPECS)
+    has_acted = threading.Event()
+
+    def act(envs, name):
+        obs, infos = envs.reset()
+        decisions = 0
+        while not (obs[infos["ready"], 1] == 1000).any():
+            continuous, discrete = policy(name, obs)
+            rows = continuous if discrete is None else np.concatenate([continuous, discrete], 1)
+            envs.step_async(rows)
+            decisions += infos["ready"].sum()
+            if name == short:
+                assert has_acted.wait(60), "the other behavior waits for this one"
+            if decisions == 4:
+                has_acted.set()
+            obs, *_, infos = envs.step_wait()
+        return int(decisions)
+
+    with closing(make_hub([player])) as hub:
+        members = Members(monkeypatch, hub)
+        for name in NAMES:
+            members.start(name, lambda envs, name=name: act(envs, name), max_agents=2)
+        assert members.serve(90) == {long: 4, short: 1}
 
 
 def test_a_lost_player_is_started_again_for_all_behaviors(monkeypatch, capsys):
