@@ -9,12 +9,12 @@
 CrossQ (https://arxiv.org/abs/1902.05605) learns from fewer steps than SAC, and an update takes about
 1.3 times as long. `diff sac_continuous.py crossq_continuous.py` shows what it changes:
  - All layers of policy and Q networks have batch normalized inputs. After --renorm-warmup-steps
-   updates of a network this becomes batch renormalization. Of the presets only Crawler makes so many
-   updates, and of its Q networks only: 3DBall makes 19,900, and the warm-up takes 100,000.
+   updates of a network, 100,000 by default, this becomes batch renormalization. Of the presets only
+   the Q networks of Crawler get there: those of 3DBall make 19,900 updates.
  - There are no target networks. The Q networks evaluate (obs, action) and (next_obs, next_action) in
    one pass, so that both are normalized by the same statistics.
- - Adam's first beta is 0.5, the learning rate is 1e-3, and the policy is updated once in three
-   updates.
+ - Adam's first beta is 0.5 for policy and Q networks, the learning rate is 1e-3, and the policy is
+   updated once in three updates.
 
 Agents in a game request decisions at their own pace. A transition is stored when its reward has
 arrived: with the next decision of the same agent, or at the end of its episode. Only real ends are
@@ -34,8 +34,8 @@ Differences from sb3-contrib's CrossQ (SB3) and from CleanRL's SAC, referenced b
     everything, and a temperature loss with log_alpha and the actions of the policy update. CleanRL
     uses the whole mean squared error, 1e-3 for critics and temperature, and a temperature loss with
     alpha and newly sampled actions after the policy update.
- 5. SB3 and CleanRL store each observation twice, or once with wrong next observations at the ends
-    of episodes. Here it is stored once, and all next observations are right.
+ 5. SB3 and CleanRL store each observation twice. SB3's optimize_memory_usage stores it once, but then
+    treats time limits as terminations. Here it is stored once, and final observations are kept.
  6. SB3's CrossQ and CleanRL's SAC do not normalize observations otherwise. With --norm-obs the
     replay buffer has raw observations, and the networks normalize what is sampled with the current
     statistics.
@@ -67,6 +67,8 @@ from onefile_rl import distributed, fast, runs
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -112,9 +114,9 @@ class Args(runs.Args):
 
 
 # Settings per environment. Options on the command line take precedence.
-# 3DBall and Crawler: ML-Agents' official settings, with a lower initial temperature, a tenth and a
-# twentieth of the official one. With rewards this small, entropy would otherwise outweigh them for
-# the first few hundred thousand decisions.
+# 3DBall and Crawler: sizes of networks, batches and buffer, discount and number of updates from
+# ML-Agents' official settings. The initial temperature is a tenth and a twentieth of the official
+# one: rewards per decision are small there, and entropy would outweigh them for a long time.
 REACHER = dict(
     total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128, learning_rate=1e-3, gamma=0.95,
     hidden_sizes=(128, 128),
@@ -221,7 +223,7 @@ class BatchRenorm(nn.Module):
         var = x.var(-2, keepdim=True)
         std = (var + self.eps).sqrt()
         with torch.no_grad():
-            is_warm = self.steps > self.warmup_steps  # SB3 differs (10) after the warm-up
+            is_warm = self.steps > self.warmup_steps
             r = (std / running_std).clamp(1 / self.max_r, self.max_r)
             d = ((mean - self.mean) / running_std).clamp(-self.max_d, self.max_d)
             r = torch.where(is_warm, r, 1.0)
@@ -229,7 +231,7 @@ class BatchRenorm(nn.Module):
             self.mean.lerp_(mean, self.momentum)
             self.var.lerp_(var, self.momentum)
             self.steps += 1
-        return ((x - mean) / std * r + d) * weight + bias
+        return ((x - mean) / std * r + d) * weight + bias  # SB3 differs (10) after the warm-up
 
 
 def mlp(sizes, args, num_outputs):
@@ -249,8 +251,9 @@ class SoftQNetworks(nn.Module):
 
     The weights of the networks are stacked, so each layer is one batched matrix product for all.
     mlp() is not used here: other layers belong in the loop of forward(). Dropout can be called there.
-    For LayerNorm, normalize without parameters, then apply a gain and a bias of shape (num_critics,
-    1, features), made in __init__ and detached if `frozen`.
+    For LayerNorm, replace self.norms[i] there: normalize without parameters, then apply a gain and a
+    bias of shape (num_critics, 1, features), made in __init__ and detached if `frozen`. nn.LayerNorm
+    would share its gain between the networks.
     """
 
     def __init__(self, sizes, args, num_critics=2):
@@ -312,7 +315,7 @@ class Agent(nn.Module):
             noise = torch.randn_like(mean)
         action = torch.tanh(mean + log_std.exp() * noise)
 
-        # Log-density of a normal distribution, and of its squashing by tanh: CleanRL differs (3)
+        # Log-density of the normal sample, minus the log-derivative of tanh: CleanRL differs (3)
         log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = log_prob - torch.log(1 - action**2 + 1e-6)
         return action, log_prob.sum(1), torch.tanh(mean)
@@ -487,7 +490,7 @@ class ReplayBuffer:
 
 def update_critics(agent, q_optimizer, mb, next_noise, args):
     """Make one optimizer step of the Q networks. `next_noise` is the noise of the next actions."""
-    alpha = agent.log_alpha.exp().detach()
+    alpha = agent.log_alpha.exp().detach()  # the same as in update_actor()
     # Next actions, by the actor in evaluation mode as in SB3
     with torch.no_grad():
         next_actions, next_log_pi, _ = agent.get_action(mb.next_obs, next_noise)
@@ -496,13 +499,13 @@ def update_critics(agent, q_optimizer, mb, next_noise, args):
     obs = torch.cat([mb.obs, mb.next_obs])
     actions = torch.cat([mb.actions, next_actions])
     agent.qf.train()
-    qf_values, qf_next_target = agent.qf(agent.obs_rms(obs), actions).chunk(2, 1)
+    qf_values, qf_next_values = agent.qf(agent.obs_rms(obs), actions).chunk(2, 1)
     agent.qf.eval()
 
     # Target: reward + discounted soft value of the next observation, 0 after a termination
     with torch.no_grad():
-        min_qf_next_target = qf_next_target.amin(0) - alpha * next_log_pi
-        next_q_value = mb.rewards + args.gamma * (1 - mb.terminated) * min_qf_next_target
+        min_qf_next = qf_next_values.amin(0) - alpha * next_log_pi
+        next_q_value = mb.rewards + args.gamma * (1 - mb.terminated) * min_qf_next
 
     # Sum of the losses of the Q networks: CleanRL differs (4)
     qf_loss = 0.5 * ((qf_values - next_q_value) ** 2).mean(1).sum()
@@ -525,7 +528,7 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
     """Make one optimizer step of the policy, and one of the temperature. `noise` is the noise of
     the actions."""
     # Policy
-    alpha = agent.log_alpha.exp().detach()
+    alpha = agent.log_alpha.exp().detach()  # the same as in update_critics()
     agent.actor.train()
     pi, log_pi, _ = agent.get_action(obs, noise)
     agent.actor.eval()
@@ -552,7 +555,8 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
 
 
 def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noise, args):
-    """Update Q networks, policy and temperature. One compiled function is faster than two."""
+    """Update Q networks, policy and temperature: once in policy_frequency updates. The others are
+    update_critics() alone. One compiled function is faster than two."""
     metrics = update_critics(agent, q_optimizer, mb, next_noise, args)
     return metrics | update_actor(agent, actor_optimizer, a_optimizer, mb.obs, noise, args)
 
@@ -591,7 +595,9 @@ def train(args, resumed=None):
         betas = (0.5, 0.999)
         q_optimizer = fast.Adam(agent.qf.parameters(), lr=args.learning_rate, betas=betas)
         actor_optimizer = fast.Adam(agent.actor.parameters(), lr=args.learning_rate, betas=betas)
-        a_optimizer = fast.Adam([agent.log_alpha], lr=args.learning_rate)
+        a_optimizer = fast.Adam(
+            [agent.log_alpha], lr=args.learning_rate
+        )  # the usual betas, as in SB3
         rb = ReplayBuffer(args.buffer_size, num_agents, spec["obs_dim"], spec["action_dim"])
         counters = {
             "updates": 0,  # updates made
@@ -606,7 +612,7 @@ def train(args, resumed=None):
 
         # Acceleration, off with --no-fast. The results are the same up to rounding, unless the agent
         # draws random numbers for anything other than its actions.
-        # act(obs) is agent.act, on a CPU translated to numpy, with the weights of now. The first call
+        # act(obs) is agent.act, on a CPU translated to numpy, with the current weights. The first call
         # and every 1000th after it are compared with agent.act. If they differ even after a new
         # translation, or if a layer can't be translated, agent.act itself is used from then on, and
         # a message says so
@@ -620,7 +626,7 @@ def train(args, resumed=None):
         compiled_update = run.compile(update, expected_updates)
         compiled_update_critics = run.compile(update_critics, expected_updates)
         # Threads by the size of the largest product, that of both Q networks
-        num_rows = 4 * args.batch_size  # in the joint pass
+        num_rows = 2 * 2 * args.batch_size  # two Q networks, obs and next_obs
         torch.set_num_threads(fast.threads(num_rows * max(args.hidden_sizes, default=1)))
         # Let malloc keep freed blocks of up to 32 MiB, 1 GiB in all: the next update needs the same
         fast.keep_freed_memory(threshold=2**25, trim=2**30)
@@ -693,7 +699,7 @@ def train(args, resumed=None):
             else:
                 actions, env_actions[ready] = act(obs)
                 if not np.isfinite(actions).all():
-                    run.check_agent()  # raises an error that names the weights
+                    run.check_agent()  # raises an error that names the weights that are not finite
             rb.decide(ready, obs, actions)
             run.spent("act")  # the time since the last call, for time/act and the progress line
 
@@ -706,8 +712,8 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            # num_decisions: the rewards that arrived in this step, in all ranks. in_step: all ranks
-            # call this once per step, so it is counted exactly
+            # num_decisions: the rewards that arrived in this step, in all ranks. in_step: the ranks
+            # exchange their counts now, which is possible because all of them make the same steps
             num_decisions = run.record(reward, terminated, truncated, infos, in_step=True)
 
             # Store the decisions whose reward has arrived

@@ -1,8 +1,9 @@
 """Two policies mixed by bandits, for discrete actions: generalized data distribution iteration
 (GDI) and learnable behaviour control (LBC).
 
-    python lbc_discrete.py --env-id CartPole-v1                     any gymnasium env, also --bins
-    python lbc_discrete.py --env-id Basic                           a bundled scene, without Unity
+    python lbc_discrete.py --env-id CartPole-v1                     any gymnasium env
+    python lbc_discrete.py --env-id Pendulum-v1 --bins 7            continuous actions as 7 choices
+    python lbc_discrete.py --env-id Basic                           a bundled Unity scene
     python lbc_discrete.py --env-id CartPole-v1 --architecture transformer --num-actors 2
     python lbc_discrete.py --evaluate runs/NAME --capture-video     also --resume and --export
     python benchmarks/plot_bandit.py runs/NAME                      plot losses, returns, indices
@@ -14,7 +15,8 @@ acts with the behaviour policy, a mixture of both:
     mu = epsilon softmax(k1 A1) + (1 - epsilon) softmax(k2 A2)
 
 The triple (k1, k2, epsilon) is the index of the mixture. At the start of each episode, bandits
-draw an index for the env, and at the end they learn from the return how good the index was.
+draw an index for the env, and at the end they learn from the sum of the env's rewards, neither
+shaped nor discounted, how good the index was.
 Decisions are stored in sequences, each with its index and with mu's probability of the action,
 and the sequences go into a replay buffer. An update takes the new sequences and some old ones.
 The target policy pi is the mixture at the stored index, but computed with the current networks,
@@ -34,9 +36,10 @@ numbers are those of the comments at the lines:
  4. The bandits' exploration coefficient is 1, each bandit has one tiling, and the estimates of
     all tiles start at the first return. The greedy policy is the argmax of the mixture at the
     index that the bandits estimate to be best.
- 5. An episode that is cut by a time limit or a lost player gets one extra row. It has the final
-    observation, and only its value is used, to bootstrap. So the state after a row is always that
-    of the next row, and no trace passes the extra row, because rho and c are 0 there.
+ 5. After a time limit an extra row has the final observation. After a crash of the game, the row
+    whose reward never arrives takes its place. Only the value of such a row is used, to bootstrap.
+    So the state after a row is always that of the next row, and no trace passes the extra row,
+    because rho and c are 0 there.
  6. Gradients are clipped network by network, because k multiplies them by up to 50.
  7. Adam without weight decay, and small sequences and batches: GDI's numbers are for Atari with
     160 envs.
@@ -96,7 +99,7 @@ class Args(runs.Args):
     batch_size: int = 32
     """sequences per update: new ones, as many as there are envs in all actors, and replayed ones"""
     num_updates: int = 2
-    """updates per iteration; 0 updates the normalization statistics only"""
+    """updates per iteration; 0: only the normalization statistics and the bandits learn"""
     gamma_1: float = 0.99
     """the discount factor per decision of network 1"""
     gamma_2: float = 0.99
@@ -208,6 +211,9 @@ def check(args):
         if not sizes or sizes[0] % args.num_heads:
             given = f"--num-heads {args.num_heads}"
             raise ValueError(f"{given}: must divide the first of --hidden-sizes {sizes}")
+        if args.context < 2:
+            fix = "a transformer needs at least 2; use --architecture dense"
+            raise ValueError(f"--context {args.context}: {fix}")
 
 
 def describe(args, envs):
@@ -295,7 +301,8 @@ class Network(nn.Module):
     def forward(self, x, timestep):
         """Return V and A. A transformer needs (sequence, row, obs) and the timestep of each row in
         its episode. It returns V and A of all rows but the first `memory`, which only serve as
-        context."""
+        context. What is more than `timestep` rows before a row is empty or of another episode: any
+        network with memory must mask it, as Block does."""
         x = self.body(x)
         for block in self.blocks:
             x = block(x, timestep)
@@ -396,7 +403,9 @@ class Bandit:
     learner updates the original with all episodes. `update` also runs on the copy, with the
     episodes of its actor and a global_step of 0. Regularly the attributes of the original replace
     those of the copy. What `draw` changes in a copy is then lost, so change attributes in `update`.
-    The history that a copy receives has the last --window episodes only.
+    The history that a copy receives has the last --window episodes only, and its num_episodes counts
+    these. A new bandit must call super().update(), and best() may be called before an episode has
+    ended. Its name belongs in BANDITS and in Args.bandit.
     """
 
     def __init__(self, args):
@@ -406,6 +415,7 @@ class Bandit:
         self.history = np.zeros((256, 5))
 
     def to_index(self, point):
+        assert np.all((point >= 0) & (point <= 1)), f"not in the unit cube: {point}"
         k1, k2 = np.expm1(point[:2] * math.log1p(self.args.max_k))
         return np.array([k1, k2, point[2]])
 
@@ -521,17 +531,23 @@ class WindowBandit(Bandit):
 
     def __init__(self, args):
         super().__init__(args)
-        ks = (0.1, 0.4, 0.7, 1.0)
+        points = (
+            0.1,
+            0.4,
+            0.7,
+            1.0,
+        )  # in the unit cube: with --max-k 50 a k of 0.5, 3.8, 15 and 50
         epsilons = (0.0, 0.5, 1.0)
-        self.arms = np.array([(k1, k2, epsilon) for k1 in ks for k2 in ks for epsilon in epsilons])
+        arms = [(p1, p2, epsilon) for p1 in points for p2 in points for epsilon in epsilons]
+        self.arms = np.array(arms)
 
     def statistics(self):
         """Return the number of episodes and the mean return of each arm."""
         history = self.history[max(0, self.num_episodes - self.args.window) : self.num_episodes]
-        distances = ((self.to_point(history[:, None, 1:4]) - self.arms) ** 2).sum(2)
+        distances = ((self.to_point(history[:, None, 1:-1]) - self.arms) ** 2).sum(2)
         arm = distances.argmin(1)
         counts = np.bincount(arm, minlength=len(self.arms))
-        totals = np.bincount(arm, history[:, 4], len(self.arms))
+        totals = np.bincount(arm, history[:, -1], len(self.arms))
         return counts, totals / np.maximum(counts, 1)
 
     def draw(self):
@@ -683,7 +699,7 @@ class Rollout:
         self.position[closed] += 1
         self.timestep[closed] += 1
         self.pending[closed] = False
-        self.returns += reward
+        self.returns[closed] += reward[closed]
 
         # After a truncation an extra row has the final observation (5)
         bootstraps = closed[(truncated & ~terminated)[closed]]
@@ -737,7 +753,7 @@ class ReplayBuffer:
         return np.arange(self.num_used, self.num_used + num_new) % len(self.sequences)
 
     def sample(self, num_new, batch_size):
-        """Return a batch: `num_new` new sequences, and others that are sampled uniformly."""
+        """Return a batch: `num_new` new sequences, and others that are sampled uniformly from all."""
         size = min(self.num_added, len(self.sequences))
         sampled_inds = np.random.randint(0, size, batch_size - num_new)
         return self.sequences[np.concatenate([self.new_inds(num_new), sampled_inds])]
@@ -783,7 +799,9 @@ def shape_reward(reward, shaping):
         return torch.log1p(reward.abs()) * torch.where(reward >= 0, 2.0, -1.0)
     if shaping == "root":
         return reward.sign() * ((1 + reward.abs()) ** 0.25 - 1) + 0.001 * reward
-    return reward
+    if shaping == "none":
+        return reward
+    raise ValueError(f"there is no shaping {shaping!r}")
 
 
 def discounted_sums(deltas, weights):
@@ -991,11 +1009,18 @@ def train(args, resumed=None):
             raise ValueError(f"{given}: must hold a new sequence of each of {num_envs} envs")
         if args.total_timesteps < decisions * distributed.SIZE:
             given = f"--total-timesteps {args.total_timesteps}"
-            size = f"{num_envs} envs x --sequence-length {args.sequence_length} = {decisions}"
-            raise ValueError(f"{given}: less than one sequence per env, {size} decisions")
+            size = f"{num_envs} envs x --sequence-length {args.sequence_length}"
+            if distributed.SIZE > 1:
+                size += f" x {distributed.SIZE} processes"
+            needed = decisions * distributed.SIZE
+            raise ValueError(
+                f"{given}: less than one sequence per env, {size} = {needed} decisions"
+            )
 
         agent = Agent(spec, args).to(args.device)
-        optimizer = fast.Adam(agent.networks.parameters(), lr=args.learning_rate, eps=1e-5)  # (7)
+        # (7). A module of Agent that is in no optimizer is an error
+        optimizer = fast.Adam(agent.networks.parameters(), lr=args.learning_rate, eps=1e-5)
+        initial_lrs = [group["lr"] for group in optimizer.param_groups]
         bandit = BANDITS[args.bandit](args)
         rollout = Rollout(spec, agent.memory, num_envs, args.sequence_length, bandit)
         rb = ReplayBuffer(args.replay_size, rollout.rows[0])
@@ -1046,7 +1071,8 @@ def train(args, resumed=None):
             # Annealing
             if args.anneal_lr:
                 remaining = 1 - run.global_step / args.total_timesteps
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                for group, initial_lr in zip(optimizer.param_groups, initial_lrs, strict=True):
+                    group["lr"] = initial_lr * remaining
 
             # Collect as many sequences as there are envs
             version = counts["updates"]

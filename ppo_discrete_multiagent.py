@@ -19,8 +19,9 @@ gymnasium environments these are the rows of the usual rectangle.
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
     Here they change only between iterations, are shared by all agents, and are saved in the
-    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
-    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
+    checkpoint, those of the observations as part of the agent. In the first iteration mean and std
+    are still 0 and 1. The results are clipped to -10 and 10, as in SB3 and in CleanRL's
+    ppo_continuous_action.py; its other PPO scripts do not normalize.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
@@ -104,7 +105,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running std of the discounted return, and clip them to -10 and 10"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
@@ -112,8 +113,9 @@ class Args(runs.Args):
 
 
 # Settings per environment. Options on the command line take precedence.
-# Basic and PushBlock: ML-Agents' official settings. Basic fills its batch from sixteen agents. Sorter:
-# normalized observations, because velocities are thirty times as large as the rest, and 64 agents.
+# Basic and PushBlock: sizes of networks and batches, epochs, discount and entropy bonus from
+# ML-Agents' official settings, with fewer decisions. Basic fills its batch from sixteen agents.
+# Sorter keeps --norm-obs, because its velocities are thirty times as large as the other numbers.
 CLASSIC = dict(num_envs=8, num_steps=128, num_minibatches=8)
 PRESETS = {
     "CartPole-v1": dict(total_timesteps=100_000, **CLASSIC),
@@ -241,7 +243,7 @@ class Agent(nn.Module):
         return action, logprob, entropy, self.critic(x).flatten()
 
     def act(self, obs, mask, deterministic=False):
-        """Return the actions to learn from, and the same actions as the env counts them."""
+        """Return the actions to learn from, and the same actions numbered as in the env."""
         action, _, _, _ = self.get_action_and_value(obs, mask, deterministic=deterministic)
         return action, action + self.start
 
@@ -263,8 +265,9 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
-    # for the loss in Batch and make_batch()
+    # A new column needs its name here and its array in __init__. add() fills it; what is known when
+    # the agent acts waits in a pending_ array that decide() fills. For the loss it also needs a field
+    # in Batch, which is rollout.NAME[order][used] in make_batch()
     COLUMNS = (
         "slots",
         "obs",
@@ -301,7 +304,7 @@ class Rollout:
         self.pending_actions[slots] = actions
 
     def as_index(self, slots):
-        """Return a slice if these are all slots: numpy copies slices faster."""
+        """`slots` is sorted. Return a slice if it has all of them: numpy copies slices faster."""
         return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
@@ -365,7 +368,7 @@ def gae(rewards, values, next_values, continues, gamma, gae_lambda):
 
 
 class Batch(NamedTuple):
-    obs: torch.Tensor
+    obs: torch.Tensor  # not normalized: the networks get agent.obs_rms(obs)
     masks: torch.Tensor
     actions: torch.Tensor
     logprobs: torch.Tensor
@@ -373,7 +376,7 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     values: torch.Tensor
     # PPO does not need these columns. They are here for custom losses
-    next_obs: torch.Tensor  # the final observation where an episode ended
+    next_obs: torch.Tensor  # likewise; the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -393,11 +396,12 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     truncated = rollout.truncated[order]
     if args.norm_reward:
         rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Other terms of the reward belong here: the scale is computed from the rewards of the env
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
-    agent.eval()  # as when acting: no dropout
+    agent.eval()  # as fast.Acting does: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
     advantages = compute_advantages(
         agent, slots, rewards, values, next_obs, terminated, truncated, args
@@ -518,6 +522,7 @@ def train(args, resumed=None):
         # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
+        initial_lrs = [group["lr"] for group in optimizer.param_groups]
         return_rms = Normalizer()
         rollout = Rollout(batch_size + num_agents, num_agents, spec["obs_dim"], spec["branches"])
         action_space = envs.single_action_space
@@ -566,7 +571,8 @@ def train(args, resumed=None):
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                for group, initial_lr in zip(optimizer.param_groups, initial_lrs, strict=True):
+                    group["lr"] = initial_lr * remaining
             if args.anneal_ent:
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining

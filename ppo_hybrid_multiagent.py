@@ -21,8 +21,9 @@ gymnasium environments these are the rows of the usual rectangle.
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
     Here they change only between iterations, are shared by all agents, and are saved in the
-    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
-    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
+    checkpoint, those of the observations as part of the agent. In the first iteration mean and std
+    are still 0 and 1. The results are clipped to -10 and 10, as in SB3 and in CleanRL's
+    ppo_continuous_action.py; its other PPO scripts do not normalize.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
@@ -109,7 +110,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running std of the discounted return, and clip them to -10 and 10"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     activation: Literal["tanh", "silu"] = "tanh"
@@ -119,8 +120,8 @@ class Args(runs.Args):
 
 
 # Settings per environment. Options on the command line take precedence.
-# FoodCollector: ML-Agents' official settings. ML-Agents divides the continuous actions of its
-# policies by 3, hence the small initial std.
+# FoodCollector: ML-Agents' official settings without annealing of ent_coef and clip_coef. ML-Agents
+# divides the continuous actions of its policies by 3, hence the small initial std.
 PRESETS = {
     "FoodCollector": dict(
         total_timesteps=2_000_000, num_steps=512, num_minibatches=10, update_epochs=3,
@@ -194,7 +195,7 @@ class Agent(nn.Module):
             self.critic = nn.Sequential(Entities(spec), self.critic)
         ends = np.cumsum(spec["branches"]).tolist()
         self.branch_slices = tuple(map(slice, [0, *ends], ends))  # the columns of each branch
-        # Tensors low and high, not in the state_dict. SB3 differs (10): far ones were rescaled
+        # Tensors low and high, not in the state_dict. SB3 differs (10): far bounds were rescaled
         self.bounds = runs.Bounds(spec)
 
     def get_value(self, obs):
@@ -264,8 +265,9 @@ class Rollout:
     so every row is complete. Rows beyond the batch size wait for the next batch.
     """
 
-    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
-    # for the loss in Batch and make_batch()
+    # A new column needs its name here and its array in __init__. add() fills it; what is known when
+    # the agent acts waits in a pending_ array that decide() fills. For the loss it also needs a field
+    # in Batch, which is rollout.NAME[order][used] in make_batch()
     COLUMNS = (
         "slots",
         "obs",
@@ -302,7 +304,7 @@ class Rollout:
         self.pending_actions[slots] = actions
 
     def as_index(self, slots):
-        """Return a slice if these are all slots: numpy copies slices faster."""
+        """`slots` is sorted. Return a slice if it has all of them: numpy copies slices faster."""
         return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
@@ -366,15 +368,15 @@ def gae(rewards, values, next_values, continues, gamma, gae_lambda):
 
 
 class Batch(NamedTuple):
-    obs: torch.Tensor
+    obs: torch.Tensor  # not normalized: the networks get agent.obs_rms(obs)
     masks: torch.Tensor
-    actions: torch.Tensor
+    actions: torch.Tensor  # continuous ones, not clipped, then the index of one choice per branch
     logprobs: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
     # PPO does not need these columns. They are here for custom losses
-    next_obs: torch.Tensor  # the final observation where an episode ended
+    next_obs: torch.Tensor  # likewise; the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -394,11 +396,12 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     truncated = rollout.truncated[order]
     if args.norm_reward:
         rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Other terms of the reward belong here: the scale is computed from the rewards of the env
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
-    agent.eval()  # as when acting: no dropout
+    agent.eval()  # as fast.Acting does: no dropout
     _, logprobs, _, values = agent.get_action_and_value(obs, masks, actions)
     advantages = compute_advantages(
         agent, slots, rewards, values, next_obs, terminated, truncated, args
@@ -519,6 +522,7 @@ def train(args, resumed=None):
         # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
+        initial_lrs = [group["lr"] for group in optimizer.param_groups]
         return_rms = Normalizer()
         sizes = (spec["obs_dim"], spec["action_dim"], spec["branches"])
         rollout = Rollout(batch_size + num_agents, num_agents, *sizes)
@@ -568,7 +572,8 @@ def train(args, resumed=None):
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                for group, initial_lr in zip(optimizer.param_groups, initial_lrs, strict=True):
+                    group["lr"] = initial_lr * remaining
             if args.anneal_ent:
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining

@@ -32,8 +32,9 @@ The LSTM adds the following to ppo_discrete_multiagent.py:
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
     Here they change only between iterations, are shared by all agents, and are saved in the
-    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
-    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
+    checkpoint, those of the observations as part of the agent. In the first iteration mean and std
+    are still 0 and 1. The results are clipped to -10 and 10, as in SB3 and in CleanRL's
+    ppo_continuous_action.py; its other PPO scripts do not normalize.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
@@ -122,7 +123,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that observations are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running std of the discounted return, and clip them to -10 and 10"""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """the widths of the hidden layers of actor and critic"""
     memory_size: int = 128
@@ -327,7 +328,7 @@ class Agent(nn.Module):
         return action, logprob, entropy, self.critic(critic_hidden).flatten(), new_lstm_state
 
     def act(self, obs, mask, lstm_state, deterministic=False):
-        """Return the actions to learn from, the same actions as the env counts them, and the new
+        """Return the actions to learn from, the same actions numbered as in the env, and the new
         LSTM state."""
         action, _, _, _, lstm_state = self.get_action_and_value(
             obs, mask, lstm_state, deterministic=deterministic
@@ -353,8 +354,9 @@ class Rollout:
     the states before the decisions.
     """
 
-    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
-    # for the loss in Batch and make_batch()
+    # A new column needs its name here and its array in __init__. add() fills it; what is known when
+    # the agent acts waits in a pending_ array that decide() fills. For the loss it also needs a field
+    # in Batch, which is rollout.NAME[order][used] in make_batch()
     COLUMNS = (
         "slots",
         "obs",
@@ -399,7 +401,7 @@ class Rollout:
         self.pending_stale[slots] = False
 
     def as_index(self, slots):
-        """Return a slice if these are all slots: numpy copies slices faster."""
+        """`slots` is sorted. Return a slice if it has all of them: numpy copies slices faster."""
         return slots if len(slots) < len(self.running_returns) else slice(None)
 
     def add(self, slots, reward, terminated, truncated, next_obs, infos, gamma):
@@ -470,7 +472,7 @@ def gae(rewards, values, next_values, continues, gamma, gae_lambda):
 
 
 class Batch(NamedTuple):
-    obs: torch.Tensor
+    obs: torch.Tensor  # not normalized: the networks get agent.obs_rms(obs)
     masks: torch.Tensor
     lstm_states: torch.Tensor
     actions: torch.Tensor
@@ -481,7 +483,7 @@ class Batch(NamedTuple):
     begins: torch.Tensor  # whether a sequence begins at the row
     # PPO does not need these columns. They are here for custom losses. The value of next_obs also
     # needs the next LSTM state, which make_batch() has
-    next_obs: torch.Tensor  # the final observation where an episode ended
+    next_obs: torch.Tensor  # likewise; the final observation where an episode ended
     terminated: torch.Tensor
     truncated: torch.Tensor
 
@@ -502,11 +504,12 @@ def make_batch(agent, rollout, batch_size, reward_scale, args):
     truncated = rollout.truncated[order]
     if args.norm_reward:
         rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Other terms of the reward belong here: the scale is computed from the rewards of the env
 
     # Log-probs and values with the weights of this iteration: SB3 differs (8). Rows that
     # were pending or left over were decided before the last update. They get the log-probs of the
     # current policy as well
-    agent.eval()  # as when acting: no dropout
+    agent.eval()  # as fast.Acting does: no dropout
     _, logprobs, _, values, next_lstm_states = agent.get_action_and_value(
         obs, masks, lstm_states, actions
     )
@@ -673,6 +676,7 @@ def train(args, resumed=None):
         # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)  # or torch.optim
+        initial_lrs = [group["lr"] for group in optimizer.param_groups]
         return_rms = Normalizer()
         lstm_state_size = 2 * spec["memory"]  # the LSTMs of actor and critic
         rollout = Rollout(
@@ -722,7 +726,8 @@ def train(args, resumed=None):
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                for group, initial_lr in zip(optimizer.param_groups, initial_lrs, strict=True):
+                    group["lr"] = initial_lr * remaining
             if args.anneal_ent:
                 # Checkpoints contain the arguments as given, so a resumed run anneals as before
                 args.ent_coef = initial_ent_coef * remaining

@@ -9,7 +9,7 @@ environment, with continuous or discrete actions.
     python ppo_pixel.py --env-id Reacher-v5 --from-pixels    any MuJoCo env of gymnasium, rendered
     python ppo_pixel.py --resume runs/NAME                   or --evaluate, --export
 
-What images change compared with ppo_continuous_multiagent.py, which explains the rest:
+Differences from ppo_continuous_multiagent.py, which explains the rest:
  - Each image is stored once, as uint8 (see onefile_rl/frames.py). A row of the rollout has the
    numbers of its last --frame-stack images.
  - Each camera has its own encoder. Vectors are normalized and join after the encoders. Actor and
@@ -17,11 +17,11 @@ What images change compared with ppo_continuous_multiagent.py, which explains th
  - Log-probs and values are computed when acting and stored in the rollout: computing them again for
    the whole batch would take another forward pass of the encoders.
  - Actions are continuous, or discrete as in ppo_discrete_multiagent.py.
- - Atari games are preprocessed by gymnasium's AtariPreprocessing: up to 30 idle frames, four frames
+ - Atari games are preprocessed by gymnasium's AtariPreprocessing: up to 30 no-op actions, four frames
    per action, the maximum of the last two, grayscale, 84 x 84 pixels. Four images are stacked. The
-   v5 envs repeat the last action with probability 0.25. Rewards are not clipped to their sign, and
-   lost lives do not end an episode.
- - Two runs with the same seed are equal to the byte in one thread only (OMP_NUM_THREADS=1). With
+   v5 envs repeat the last action with probability 0.25. Rewards are not clipped to their sign, lost
+   lives do not end an episode, and FIRE is not pressed at its start.
+ - Two runs with the same seed are bit-identical with one thread only (OMP_NUM_THREADS=1). With
    several threads, sums in convolutions are rounded differently from run to run.
  - The exported model takes images as ML-Agents' own models do, for Barracuda (package 2.x) and
    Sentis (3.x): floats from 0 to 1, (batch, channels, height, width). With --frame-stack K the
@@ -30,8 +30,9 @@ What images change compared with ppo_continuous_multiagent.py, which explains th
 Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in the code:
  1. SB3's VecNormalize and gymnasium's wrappers update the normalization statistics at every step.
     Here they change only between iterations, are shared by all agents, and are saved in the
-    checkpoint, those of the observations as part of the agent. In the first iteration nothing is
-    normalized yet. Normalized observations and rewards are clipped to -10 and 10, as in both.
+    checkpoint, those of the observations as part of the agent. In the first iteration mean and std
+    are still 0 and 1. The results are clipped to -10 and 10, as in SB3 and in CleanRL's
+    ppo_continuous_action.py; its other PPO scripts do not normalize.
  2. SB3's value loss is vf_coef * mse. CleanRL and this script use vf_coef * 0.5 * mse: our
     --vf-coef 1.0 is SB3's 0.5.
  3. With value clipping SB3 uses the clipped error, CleanRL and this script the larger of the
@@ -44,11 +45,11 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
     time. SB3 and this script draw a new permutation, and the rows are sorted by agent.
  7. CleanRL checks target_kl after each epoch. SB3 and this script check it before each step,
     against 1.5 * target_kl.
- 8. Images are stored with the channels last, and GAE is computed in double precision. So parity
-    with SB3 holds up to rounding.
- 9. With one image and no vector the network is that of SB3's CnnPolicy. Several images, or images
-    and vectors, share one more layer, where SB3's MultiInputPolicy has two layers of 64 for the
-    policy and two for the value.
+ 8. GAE is computed in double precision, and convolutions get images with the channels last in
+    memory. So where nothing else differs, results equal SB3's up to rounding.
+ 9. With one image and no vector, --encoder nature and --features 512, which are the defaults, the
+    network is that of SB3's CnnPolicy. Several images, or images and vectors, share one more layer,
+    where SB3's MultiInputPolicy has two layers of 64 for the policy and two for the value.
 10. SB3 divides an observation by its std even if that is tiny. Here the std is at least
     --min-obs-std: an input that is nearly constant in training would otherwise become huge as
     soon as it changes.
@@ -131,7 +132,7 @@ class Args(runs.Args):
     min_obs_std: float = 0.01
     """the smallest standard deviation that vectors are divided by; 0: no minimum, as in SB3"""
     norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return"""
+    """divide rewards by the running std of the discounted return, and clip them to -10 and 10"""
     encoder: Literal["nature", "simple", "impala"] = "nature"
     """three convolutions as in SB3's CnnPolicy, two as in ML-Agents, or IMPALA's residual network"""
     features: int = 512
@@ -194,7 +195,7 @@ def check(args):
     )
     for name in ("from_pixels", "grayscale", "num_workers", "image_size", "action_repeat"):
         if getattr(args, name) and engine(args):
-            reason = f"a {engine(args)} scene has its own cameras and processes"
+            reason = f"a {engine(args)} scene has its own cameras, processes and decision period"
             raise ValueError(f"{runs.option(name)} is for gymnasium envs: {reason}")
     _, smallest = ENCODERS[args.encoder]
     if args.image_size and args.image_size < smallest:
@@ -251,7 +252,7 @@ def nature(channels):
 
 
 def simple(channels):
-    """Return the two convolutions that are the default in ML-Agents: half the time of nature."""
+    """Return two convolutions of the sizes that ML-Agents has by default: half the time of nature."""
     conv1 = nn.Conv2d(channels, 16, kernel_size=8, stride=4)
     conv2 = nn.Conv2d(16, 32, kernel_size=4, stride=2)
     return nn.Sequential(layer_init(conv1), nn.ReLU(), layer_init(conv2), nn.ReLU())
@@ -302,7 +303,7 @@ class Agent(nn.Module):
             self.register_buffer("start", torch.tensor(spec["start"]), persistent=False)
         else:
             self.actor_logstd = nn.Parameter(torch.full((spec["action_dim"],), args.logstd_init))
-            # Tensors low and high, not in the state_dict. SB3 differs (11): far ones were rescaled
+            # Tensors low and high, not in the state_dict. SB3 differs (11): far bounds were rescaled
             self.bounds = runs.Bounds(spec)
 
         # An encoder for each camera. The images of a stack are channels
@@ -336,7 +337,8 @@ class Agent(nn.Module):
         """Return the features of the observations.
 
         `images` is a list with a tensor (batch, channels, height, width) for each camera, with
-        values from 0 to 255.
+        values from 0 to 255. An exported model gets values from 0 to 1 and multiplies them by 255
+        first, so the division belongs here.
         """
         features = []
         for encoder, image in zip(self.encoders, images, strict=True):
@@ -435,8 +437,9 @@ class Rollout:
     `frames` has the images.
     """
 
-    # A new column belongs here, in __init__, in decide() with a pending array or only in add(), and
-    # for the loss in Batch and make_batch()
+    # A new column needs its name here and its array in __init__. add() fills it; what is known when
+    # the agent acts waits in a pending_ array that decide() fills. For the loss it also needs a field
+    # in Batch, which is rollout.NAME[order][used] in make_batch()
     COLUMNS = (
         "slots",
         "stacks",
@@ -600,7 +603,7 @@ def make_batch(agent, rollout, all_images, batch_size, reward_scale, args):
     """
     # Log-probs and values were computed when acting. Where that was before the last update (pending
     # decisions, and rows beyond the last batch) they are computed again with the current weights
-    agent.eval()  # as when acting: no dropout
+    agent.eval()  # as fast.Acting does: no dropout
     stale = np.flatnonzero(rollout.stale[: rollout.size])
     if len(stale):
         _, logprobs, _, values = agent.get_action_and_value(
@@ -628,6 +631,7 @@ def make_batch(agent, rollout, all_images, batch_size, reward_scale, args):
     truncated = rollout.truncated[order]
     if args.norm_reward:
         rewards = np.clip(rewards * reward_scale, -10, 10)
+    # Other terms of the reward belong here: the scale is computed from the rewards of the env
 
     advantages = compute_advantages(
         agent,
@@ -789,6 +793,7 @@ def train(args, resumed=None):
         # num_agents more rows than needed
         agent = Agent(spec, args).to(args.device)
         optimizer = fast.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+        initial_lrs = [group["lr"] for group in optimizer.param_groups]
         return_rms = Normalizer()
 
         # Frames stores each image once, as uint8 (height, width, channels), and numbers it. A stack
@@ -850,11 +855,12 @@ def train(args, resumed=None):
             # Annealing: SB3 differs (4)
             remaining = 1 - run.global_step / total_timesteps
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                for group, initial_lr in zip(optimizer.param_groups, initial_lrs, strict=True):
+                    group["lr"] = initial_lr * remaining
             if args.anneal_ent:
                 args.ent_coef = initial_ent_coef * remaining
 
-            # Collect a rollout. Convolutions use all cores, unless workers or games need them
+            # Collect a rollout, with several threads unless workers or games need the cores
             envs_in_this_process = getattr(envs, "num_workers", None) == 0
             torch.set_num_threads(fast.THREADS if envs_in_this_process else 1)
             agent.eval()  # or else fast.Acting would change the mode at every step
@@ -883,7 +889,9 @@ def train(args, resumed=None):
             run.spent("act")  # storing the last step
 
             # Advantages
-            torch.set_num_threads(fast.THREADS)  # the fastest number, measured at the first use
+            torch.set_num_threads(
+                fast.THREADS
+            )  # the fastest number, measured when it is first used
             num_rows = min(rollout.size, batch_size)  # fewer only on a slow rank
             all_images = frames.images(args.device)
             reward_scale = return_rms.scale.item()  # 1 / std of the returns of earlier iterations
@@ -896,7 +904,8 @@ def train(args, resumed=None):
                 # CleanRL differs (6)
                 b_inds = torch.as_tensor(np.random.permutation(batch_size), device=args.device)
                 for mb_inds in b_inds.split(minibatch_size):
-                    # The number of all images changes, so this is not part of the compiled update
+                    # Not part of the compiled update, because the number of all images changes. An
+                    # augmentation of mb_images, which are uint8, belongs below approx_kl
                     mb = Batch(*(column[mb_inds] for column in batch))
                     mb_images = stacked(all_images, mb.stacks)
                     if args.target_kl is not None:  # CleanRL differs (7)
@@ -915,7 +924,7 @@ def train(args, resumed=None):
                 b_vectors = torch.as_tensor(rollout.vectors[:num_rows], device=args.device)
                 agent.obs_rms.update(b_vectors)
             return_rms.update(torch.as_tensor(rollout.discounted_returns[:num_rows]))
-            rollout.remove(num_rows)
+            rollout.remove(num_rows)  # numbers the images again: `batch` has the old numbers
             run.spent("learn")
 
             # Log

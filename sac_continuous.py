@@ -24,8 +24,8 @@ Differences from Stable-Baselines3 (SB3) and CleanRL, referenced by number in th
     everything, and a temperature loss with log_alpha and the actions of the policy update. CleanRL
     uses the whole mean squared error, 1e-3 for critics and temperature, and a temperature loss with
     alpha and newly sampled actions after the policy update.
- 5. SB3 and CleanRL store each observation twice, or once with wrong next observations at the ends
-    of episodes. Here it is stored once, and all next observations are right.
+ 5. SB3 and CleanRL store each observation twice. SB3's optimize_memory_usage stores it once, but then
+    treats time limits as terminations. Here it is stored once, and final observations are kept.
  6. SB3's and CleanRL's SAC do not normalize observations. With --norm-obs the replay buffer has raw
     observations, and the networks normalize what is sampled with the current statistics.
  7. CleanRL makes up for the policy updates that policy_frequency skips. Here policy and temperature
@@ -53,6 +53,8 @@ from onefile_rl import distributed, fast, runs
 from onefile_rl.normalizer import Normalizer
 
 
+# Inherited from runs.Args: total_timesteps, seed, num_envs, device, and the options of Unity and
+# Godot, checkpoints, videos and evaluation
 @dataclass
 class Args(runs.Args):
     exp_name: str = Path(__file__).stem
@@ -96,9 +98,9 @@ class Args(runs.Args):
 
 
 # Settings per environment. Options on the command line take precedence.
-# 3DBall and Crawler: ML-Agents' official settings, with a lower initial temperature, a tenth and a
-# twentieth of the official one. With rewards this small, entropy would otherwise outweigh them for
-# the first few hundred thousand decisions.
+# 3DBall and Crawler: sizes of networks, batches and buffer, discount and number of updates from
+# ML-Agents' official settings. The initial temperature is a tenth and a twentieth of the official
+# one: rewards per decision are small there, and entropy would outweigh them for a long time.
 REACHER = dict(
     total_timesteps=100_000, buffer_size=100_000, learning_starts=1_000, batch_size=128, learning_rate=1e-3, gamma=0.95,
     hidden_sizes=(128, 128),
@@ -245,7 +247,7 @@ class Agent(nn.Module):
             noise = torch.randn_like(mean)
         action = torch.tanh(mean + log_std.exp() * noise)
 
-        # Log-density of a normal distribution, and of its squashing by tanh: CleanRL differs (3)
+        # Log-density of the normal sample, minus the log-derivative of tanh: CleanRL differs (3)
         log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = log_prob - torch.log(1 - action**2 + 1e-6)
         return action, log_prob.sum(1), torch.tanh(mean)
@@ -421,7 +423,7 @@ class ReplayBuffer:
 def update_critics(agent, q_optimizer, mb, next_noise, args):
     """Make one optimizer step of the Q networks, and move the target networks towards them.
     `next_noise` is the noise of the next actions."""
-    alpha = agent.log_alpha.exp().detach()
+    alpha = agent.log_alpha.exp().detach()  # the same as in update_actor()
 
     # Target: reward + discounted soft value of the next observation, 0 after a termination
     with torch.no_grad():
@@ -457,7 +459,7 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
     """Make one optimizer step of the policy, and one of the temperature. `noise` is the noise of
     the actions."""
     # Policy
-    alpha = agent.log_alpha.exp().detach()
+    alpha = agent.log_alpha.exp().detach()  # the same as in update_critics()
     pi, log_pi, _ = agent.get_action(obs, noise)
     min_qf_pi = agent.qf(agent.obs_rms(obs), pi, frozen=True).amin(0)
     actor_loss = (alpha * log_pi - min_qf_pi).mean()
@@ -481,7 +483,8 @@ def update_actor(agent, actor_optimizer, a_optimizer, obs, noise, args):
 
 
 def update(agent, q_optimizer, actor_optimizer, a_optimizer, mb, noise, next_noise, args):
-    """Update Q networks, policy and temperature. One compiled function is faster than two."""
+    """Update Q networks, policy and temperature: once in policy_frequency updates. The others are
+    update_critics() alone. One compiled function is faster than two."""
     metrics = update_critics(agent, q_optimizer, mb, next_noise, args)
     return metrics | update_actor(agent, actor_optimizer, a_optimizer, mb.obs, noise, args)
 
@@ -534,7 +537,7 @@ def train(args, resumed=None):
 
         # Acceleration, off with --no-fast. The results are the same up to rounding, unless the agent
         # draws random numbers for anything other than its actions.
-        # act(obs) is agent.act, on a CPU translated to numpy, with the weights of now. The first call
+        # act(obs) is agent.act, on a CPU translated to numpy, with the current weights. The first call
         # and every 1000th after it are compared with agent.act. If they differ even after a new
         # translation, or if a layer can't be translated, agent.act itself is used from then on, and
         # a message says so
@@ -621,7 +624,7 @@ def train(args, resumed=None):
             else:
                 actions, env_actions[ready] = act(obs)
                 if not np.isfinite(actions).all():
-                    run.check_agent()  # raises an error that names the weights
+                    run.check_agent()  # raises an error that names the weights that are not finite
             rb.decide(ready, obs, actions)
             run.spent("act")  # the time since the last call, for time/act and the progress line
 
@@ -634,8 +637,8 @@ def train(args, resumed=None):
                 next_obs, reward, terminated, truncated, infos = envs.step_wait()
             else:
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            # num_decisions: the rewards that arrived in this step, in all ranks. in_step: all ranks
-            # call this once per step, so it is counted exactly
+            # num_decisions: the rewards that arrived in this step, in all ranks. in_step: the ranks
+            # exchange their counts now, which is possible because all of them make the same steps
             num_decisions = run.record(reward, terminated, truncated, infos, in_step=True)
 
             # Store the decisions whose reward has arrived

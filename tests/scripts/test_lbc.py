@@ -656,6 +656,8 @@ def test_all_tiles_with_an_index_learn_with_their_rate():
     assert bandit.to_point(bandit.to_index(np.array([0.3, 0.8, 0.1]))) == pytest.approx(
         [0.3, 0.8, 0.1]
     )
+    with pytest.raises(AssertionError, match="not in the unit cube"):
+        bandit.to_index(np.array([10.0, 0.8, 0.1]))
     for _ in range(200):
         k1, k2, e = bandit.draw()
         assert 0 <= k1 <= 50 and 0 <= k2 <= 50 and 0 <= e <= 1
@@ -841,6 +843,7 @@ LINES = [
         "--architecture transformer --num-heads 5",
         "--num-heads 5: must divide the first of --hidden-sizes",
     ),
+    ("--architecture transformer --context 1", "--context 1: a transformer needs at least 2"),
     ("--total-timesteps 100", "less than one sequence per env"),
     (
         "--env-id Basic --num-actors 2 --base-port 6000",

@@ -100,6 +100,15 @@ def test_any_optimizer_is_saved_and_resumed_to_the_byte(kind, monkeypatch):
     assert len(whole["kept"]["optimizer"]["state"]) > 0
 
 
+def test_annealing_scales_the_rate_of_each_parameter_group(monkeypatch):
+    """Three iterations, the last of them at a third of the rates. A resumed run anneals the same rates."""
+    script = copy_of(NAME, *OPTIMIZERS["groups"])
+    for folder in (train(script), train_in_two_parts(script, monkeypatch)):
+        groups = state_of(script, folder)["kept"]["optimizer"]["param_groups"]
+        rates = [float(group["lr"]) for group in groups]
+        assert rates == pytest.approx([script.Args.learning_rate / 3, 1e-2 / 3])
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_trains_the_same_compiled_or_not(kind, capsys):
