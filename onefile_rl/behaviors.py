@@ -24,8 +24,9 @@ from pathlib import Path
 
 from onefile_rl import distributed, signals
 from onefile_rl.arguments import as_typed, command_line
-from onefile_rl.checkpoints import FOLDERS, folder_name, folders_of
+from onefile_rl.checkpoints import FOLDERS, folder_name, folders_of, replacing
 from onefile_rl.engines import shared, waits
+from onefile_rl.engines.printing import printable
 from onefile_rl.engines.process import kill_tree
 from onefile_rl.engines.scenes import derive_seed, engine
 from onefile_rl.engines.unity import base_name
@@ -60,6 +61,28 @@ def lesson_owners(value):
     return {name and base_name(name) for name in names}
 
 
+def missing_parameters(path, args):
+    """Yield a line for each environment parameter that lessons of another behavior set in the run of this one.
+
+    path: a checkpoint, or the folder of a behavior, which is resumed or evaluated without the others
+    """
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        folder = folder.parent
+    for behavior, name in (folders_of(folder.parent) or {}).items():
+        if name == folder.name:
+            continue
+        try:
+            config = json.loads((folder.parent / name / "config.json").read_text())
+            parameters = list(config["args"]["curriculum"])
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):
+            continue
+        for parameter in parameters:
+            if parameter not in args.env_parameters and parameter not in args.curriculum:
+                what = f"{parameter}: the lessons of {behavior} set it in this run, and it is not set now"
+                yield printable(f"{what}: give --env-parameters {parameter}=VALUE")
+
+
 # The command line
 
 
@@ -84,7 +107,7 @@ def words_of(line, behavior, old_folder=None):
     skip = False
     for word in line:
         name, _, _ = word.partition("=")
-        if word.startswith("--"):
+        if word.startswith("-"):
             skip = False
         if name == "--behavior":
             skip = True
@@ -229,6 +252,8 @@ class Child:
         if self.running:
             with contextlib.suppress(OSError):
                 self.process.send_signal(number)
+                if hasattr(signal, "SIGCONT"):  # a stopped process would not notice
+                    self.process.send_signal(signal.SIGCONT)
 
     def kill(self):
         if self.running:
@@ -322,6 +347,19 @@ def describe_end(child, code, hub, main_folder, script):
     return line
 
 
+def note_folders(main_folder, children):
+    """Write which behavior has which folder."""
+    path = main_folder / FOLDERS
+    if path.exists():
+        return
+    content = {child.member.behavior: child.folder.name for child in children}
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=2))
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error}") from None
+
+
 def end(hub, children, received):
     """Stop the processes that still run, and the players. Processes that train save their checkpoints."""
     hub.stop()
@@ -332,12 +370,3 @@ def end(hub, children, received):
         child.has_ended()
         child.kill()
     hub.close()
-
-
-def note_folders(main_folder, children):
-    """Write which behavior has which folder, before the processes make their folders."""
-    main_folder.mkdir(parents=True, exist_ok=True)
-    content = {child.member.behavior: child.folder.name for child in children}
-    path = main_folder / FOLDERS
-    if not path.exists():
-        path.write_text(json.dumps(content, indent=2))

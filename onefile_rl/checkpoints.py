@@ -416,9 +416,13 @@ def folders_of(path):
     """Return the folder of each behavior, by name, if `path` is the folder of a run that trains several behaviors, else
     None."""
     try:
-        folders = json.loads(Path(path, FOLDERS).read_text())
+        text = Path(path, FOLDERS).read_text()
     except (OSError, ValueError):
         return None
+    try:
+        folders = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{Path(path, FOLDERS)} is damaged: it is not valid JSON") from None
     names = folders.items() if isinstance(folders, dict) else []
     valid = all(isinstance(x, str) and x == folder_name(name) for name, x in names)
     printed = all(name.isprintable() and not name.startswith("-") for name, _ in names)

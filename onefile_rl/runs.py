@@ -388,8 +388,6 @@ class Run:
         play: see evaluate.evaluate()
         description: printed in the first line
         """
-        if hasattr(self.envs, "wait_for_others"):  # the processes of other behaviors
-            self.envs.wait_for_others()
         self.agent = agent
         self.spec = spec
         self.total = total
@@ -439,6 +437,12 @@ class Run:
         for line in self.curriculum.waiting():
             print(line, flush=True)
 
+        if hasattr(self.envs, "wait_for_others"):  # the processes of other behaviors
+            if not self.resumed:  # all can be resumed as soon as one of them has learned
+                self.snapshot = self.state()
+                self.may_be_infinite = set(self.names_not_finite(self.snapshot))
+                self.save_checkpoint()
+            self.envs.wait_for_others()
         how = (
             f"{distributed.SIZE} ranks, each with {self.how}" if distributed.SIZE > 1 else self.how
         )
@@ -1434,6 +1438,9 @@ def main(
         complete = False  # the run had reached its total before
         if behaviors.folder():
             args.curriculum = behaviors.own_lessons(args.curriculum, args.behavior)
+        elif checkpoint and args.export is None:
+            for line in behaviors.missing_parameters(checkpoint[0], args):
+                print(line, flush=True)
         fast.Acting.allowed = args.fast
         interrupted = None
         if args.evaluate is None and args.export is None:

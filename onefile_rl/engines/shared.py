@@ -7,8 +7,8 @@ connection to the hub that carries the messages of one player, restricted to one
 The frames of a connection have a length, a kind and a content:
 
     from the process    GREETING    the behavior, the number of the player, and a key, as JSON
-                        ANSWER      a serialized message: a reset at first, then the answer to each MESSAGE; after
-                                    ENDS only if it has something for a side channel
+                        ANSWER      a serialized message: a reset at first, then the answer to each MESSAGE
+                        NOTE        a serialized message with nothing but side channels, sent after ENDS
                         READY       the process is ready to train
     from the hub        SPECIMEN    a message with the actions and sensors of the behavior, which is not answered
                         MESSAGE     a message with agents of the behavior that request a decision
@@ -50,6 +50,7 @@ from onefile_rl.engines.scenes import derive_seed
 from onefile_rl.engines.unity import (
     PATIENCE,
     RESET,
+    EnvironmentParametersChannel,
     Player,
     UnityPlayerError,
     UnityPlayerGone,
@@ -58,8 +59,9 @@ from onefile_rl.engines.unity import (
 from onefile_rl.engines.unity_wire import UnityMessageProto
 
 VARIABLE = "ONEFILE_RL_SHARED"  # of the environment: what a process needs to find the hub, as JSON
-GREETING, ANSWER, READY, SPECIMEN, MESSAGE, ENDS, ELSEWHERE, GONE, STOP = range(9)
+GREETING, ANSWER, NOTE, READY, SPECIMEN, MESSAGE, ENDS, ELSEWHERE, GONE, STOP = range(10)
 GREETING_SECONDS = 5  # in which a process that has connected must say who it is
+PARAMETERS = EnvironmentParametersChannel().channel_id.bytes_le
 LARGEST_BACKLOG = 2**16  # bytes of side channels that wait for the next message of a behavior
 
 
@@ -196,8 +198,10 @@ class SharedPlayer(Player):
         return self._decode(message)
 
     def send_message(self, message):
-        if self.is_asked or message.unity_input.rl_input.side_channel:
+        if self.is_asked:
             self._send(ANSWER, message.SerializeToString())
+        elif message.unity_input.rl_input.side_channel:
+            self._send(NOTE, message.SerializeToString())
 
     def close(self):
         if self.wire:
@@ -319,6 +323,7 @@ class Seat:
         self.worker = worker
         self.player = None
         self.resets = {}  # the first answers of the members that have connected, until the player is started
+        self.parameters = {}  # the last message about each environment parameter, by member and name
         self.specimens = {}  # from a behavior to a message in which its agents request decisions
         self.brains = {}  # the description of the actions of each behavior and team
         self.started = False
@@ -466,20 +471,34 @@ class Hub:
             member.ready = True
             return
         answer = UnityMessageProto.FromString(content).unity_input.rl_input
+        self._note_parameters(member, seat, answer)
         if answer.command == RESET:
             seat.resets[member] = answer
             self._start_when_complete(seat)
             return
         if not seat.started:  # meant for a player that was lost since
             return
+        if kind == ANSWER and member not in seat.asked:
+            return
         seat.answers.append(answer)
-        if member not in seat.asked:  # after ENDS
+        if kind == NOTE:  # for the next answer of the player
             return
         seat.asked.remove(member)
         member.plan = member.plan or set(member.holds)
         member.plan.discard(seat.worker)
         member.holds.discard(seat.worker)
         self._answer_when_complete(seat)
+
+    def _note_parameters(self, member, seat, answer):
+        """Remember the environment parameters of a process: it may have ended when the player is started again."""
+        data = answer.side_channel
+        while data:  # a sequence of channel, length and content
+            end = 20 + int.from_bytes(data[16:20], "little")
+            if data[:16] == PARAMETERS:
+                # The content begins with the length of the name, and the name
+                name = data[24 : 24 + int.from_bytes(data[20:24], "little")]
+                seat.parameters[member, name] = data[:end]
+            data = data[end:]
 
     def go(self):
         """Let the processes train, once all of them are ready."""
@@ -556,7 +575,12 @@ class Hub:
             self._launch(seat)
         player = seat.player
         player.handshake()
-        player.answer(UnityMessageProto(), seat.resets.values())
+        answers = list(seat.resets.values())
+        for (member, _), data in seat.parameters.items():
+            if not member.trains:
+                answers.append(UnityMessageProto().unity_input.rl_input)
+                answers[-1].side_channel = data
+        player.answer(UnityMessageProto(), answers)
         seat.message = player.receive_message()
         self._find_specimens(seat)
         player._find_trained()

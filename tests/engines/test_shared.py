@@ -1,5 +1,6 @@
 """Test players that several processes share: each behavior gets the transitions of a run of its own."""
 
+import itertools
 import json
 import socket
 import struct
@@ -301,6 +302,67 @@ def test_a_lost_player_is_started_again_for_all_behaviors(monkeypatch, capsys):
         results = members.serve()
     assert results == {name: [([True], [0.0])] for name in NAMES}, "the lost decision has no reward"
     assert capsys.readouterr().out.count("has quit; restarting it (attempt 1 of 1)") == 2
+
+
+def test_a_player_that_starts_again_gets_the_parameters_of_a_behavior_that_has_ended(monkeypatch):
+    """Those of its last lesson, although the process that has set them does not exist any more."""
+    long, short = NAMES
+    both = lambda step: {name: [info(name, i, step, 1.0)] for i, name in enumerate(NAMES)}
+    first = ScriptedPlayer([both(1), both(2), both(3), both(4)], SPECS)  # it quits then
+    second = ScriptedPlayer([both(1), both(1000)], SPECS)
+
+    def act(envs, name):
+        obs, infos = envs.reset()
+        for step in itertools.count():
+            if (obs[:, 1] == 1000).any() or (name == long and step == 2):
+                return step
+            if name == long and step == 1:
+                envs.set_parameters({"mass": 2.5})
+            continuous, discrete = policy(name, obs)
+            rows = continuous if discrete is None else np.concatenate([continuous, discrete], 1)
+            obs, *_, infos = envs.step(rows)
+
+    with closing(make_hub([first, second], max_restarts=1)) as hub:
+        adds = lambda player, behavior: player.policies.update({behavior: Frozen()})
+        monkeypatch.setattr(hub, "_add_policy", adds)
+        members = Members(monkeypatch, hub)
+        for name in NAMES:
+            function = lambda envs, name=name: act(envs, name)
+            members.start(name, function, max_restarts=1, parameters={"mass": 1.5, name: 1.0})
+        while long not in members.results:
+            hub.step(0.02)
+            if not hub.training and hub.all_ready():
+                hub.go()
+        hub.play_on(hub.members[0], "the same policy")
+        members.serve()
+    for data, mass in ((first.first.side_channel, 1.5), (second.first.side_channel, 2.5)):
+        assert all(name.encode() in data for name in NAMES)
+        (last,) = struct.unpack("<f", data[data.rindex(b"mass") + 8 :][:4])
+        assert last == mass
+
+
+def test_a_note_after_an_end_is_not_an_answer(monkeypatch):
+    """The side channels of a process arrive after the player has already asked its agents again."""
+    long, short = NAMES
+    hub = shared.Hub.__new__(shared.Hub)
+    member = shared.Member(long)
+    hub.members = [member]
+    seat = shared.Seat(0)
+    seat.started = True
+    seat.asked = {member}
+    answered = []
+    monkeypatch.setattr(hub, "_answer_when_complete", lambda x: answered.append(list(x.answers)))
+
+    note = shared.UnityMessageProto()
+    note.unity_input.rl_input.side_channel = bytes(16) + bytes(4)
+    hub._handle(member, seat, shared.NOTE, note.SerializeToString())
+    assert not answered and seat.asked == {member}
+
+    answer = shared.UnityMessageProto()
+    answer.unity_input.rl_input.agent_actions[long].value.add()
+    hub._handle(member, seat, shared.ANSWER, answer.SerializeToString())
+    ((first, second),) = answered
+    assert first.side_channel and second.agent_actions, "both reach the player, with one message"
 
 
 def test_a_behavior_that_appears_later_is_trained(monkeypatch):

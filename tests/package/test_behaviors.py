@@ -1,5 +1,6 @@
 """--behavior A B: one policy for each behavior of a Unity game, in one run."""
 
+import contextlib
 import json
 import os
 import re
@@ -318,3 +319,80 @@ def test_a_folder_that_names_other_places_is_refused(tmp_path, monkeypatch):
             folders_of(tmp_path)
     with pytest.raises(SystemExit, match="behaviors.json is not valid"):
         call(ppo, monkeypatch, "--resume", tmp_path)
+
+
+def test_a_run_can_be_resumed_before_a_behavior_has_its_first_checkpoint(tmp_path):
+    """After kill -9 of all processes: the other behavior has saved more often."""
+    process = start(tmp_path, f"{BOTH} {SMALL} --total-timesteps 10000000")
+    pids = descendants(process.pid) | {process.pid}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert_all_end(pids)
+    run = only_run(tmp_path).relative_to(tmp_path)
+    out = run_script(ppo, f"--resume {run} --total-timesteps 320", tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert_complete(tmp_path / run, 320)
+
+
+def test_a_stopped_process_ends_with_the_first_signal(tmp_path):
+    process = start(tmp_path, f"{BOTH} {SMALL} --total-timesteps 10000000")
+    pids = descendants(process.pid)
+    os.kill(child_of(process, "SmallWall"), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert_all_end(pids)
+
+
+def test_help_after_the_behaviors_is_printed(tmp_path):
+    out = run_script(ppo, f"{BOTH} -h --total-timesteps 320", tmp_path)
+    assert out.returncode == 0 and "usage:" in out.stdout and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 200_000])
+def test_a_damaged_list_of_behaviors_is_one_line(tmp_path, content):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "behaviors.json").write_text(content)
+    out = run_script(ppo, "--resume b", tmp_path)
+    assert out.returncode == 1 and out.stderr.strip() == (
+        "b/behaviors.json is damaged: it is not valid JSON"
+    )
+
+
+def test_a_run_that_has_never_started_is_not_to_be_resumed(trained):
+    folder, _ = trained
+    run = only_run(folder).relative_to(folder)
+    out = run_script(ppo, f"{BOTH} --hidden-sizes 7 --init-from {run}/BigWall", folder)
+    assert out.returncode == 1 and "does not fit" in out.stderr
+    assert "Resume with" not in out.stderr and only_run(folder)
+
+
+def test_parameters_that_another_behavior_sets_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lessons.yaml").write_text(LESSONS_OF_BIG_WALL)
+    line = f"{BOTH} {SMALL} --total-timesteps 320 --curriculum lessons.yaml"
+    out = run_script(ppo, line, tmp_path)
+    assert out.returncode == 0, out.stderr
+    run = only_run(tmp_path).relative_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    wanted = "big_wall: the lessons of BigWall set it in this run, and it is not set now"
+    call(ppo, monkeypatch, "--evaluate", run / "SmallWall", "--eval-episodes", 1)
+    assert wanted in capsys.readouterr().out
+    given = ("--env-parameters", "big_wall=0.5")
+    call(ppo, monkeypatch, "--evaluate", run / "SmallWall", "--eval-episodes", 1, *given)
+    assert wanted not in capsys.readouterr().out
+    call(ppo, monkeypatch, "--evaluate", run / "BigWall", "--eval-episodes", 1)
+    assert wanted not in capsys.readouterr().out
+
+
+LESSONS_OF_BIG_WALL = """
+environment_parameters:
+  big_wall:
+    curriculum:
+      - name: A
+        value: 0.7
+        completion_criteria: {behavior: BigWall, measure: progress, threshold: 0.1}
+      - name: B
+        value: 0.9
+"""
