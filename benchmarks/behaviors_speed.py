@@ -2,8 +2,9 @@
 
     python benchmarks/behaviors_speed.py --rounds 3         five minutes on two cores
 
-Both train PPO in the WallClimb scene, with 24 agents: one run has agents of BigWall only, the other one as many of
-BigWall as of SmallWall. They run alternately, so that other load on the machine affects both. Decisions per second are
+All train PPO in the WallClimb scene, with 24 agents: one run has agents of BigWall only, the others as many of
+BigWall as of SmallWall, the last one with --rollout-share 0.5. They run alternately, so that other load on the machine
+affects all of them. Decisions per second are
 those between the first and the last point of the curves; CPU time is that of all processes, with their start.
 """
 
@@ -25,6 +26,7 @@ LINE = "--env-id WallClimb --no-compile --total-timesteps 100000000 --player-arg
 WAYS = {
     "one behavior": "--behavior BigWall --env-parameters big_wall=1",
     "two behaviors": "--behavior BigWall SmallWall --env-parameters big_wall=0.5",
+    "two behaviors that learn together": "--behavior BigWall SmallWall --env-parameters big_wall=0.5 --rollout-share 0.5",
 }
 
 
@@ -70,10 +72,13 @@ def main():
                 f"{way}: {rate:.0f} decisions/s, {cpu:.2f} CPU s per 1,000, {decisions:,}",
                 flush=True,
             )
-    one, two = results.values()
-    for name, column in (("decisions/s", 0), ("CPU seconds per decision", 1)):
-        ratios = sorted(b[column] / a[column] for a, b in zip(one, two, strict=True))
-        print(f"two / one, {name}: {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    one, *others = results
+    for way in others:
+        for name, column in (("decisions/s", 0), ("CPU seconds per decision", 1)):
+            pairs = zip(results[one], results[way], strict=True)
+            ratios = sorted(b[column] / a[column] for a, b in pairs)
+            spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            print(f"{way} / {one}, {name}: {median(ratios):.2f} {spread}")
 
 
 if __name__ == "__main__":

@@ -246,7 +246,8 @@ class Args:
 
     # Distributed training
     rollout_share: float = 1.0
-    """with torchrun and PPO: the share of ranks that must finish a rollout before the others end theirs (DD-PPO)"""
+    """with PPO and torchrun: the share of ranks that must finish a rollout before the others end theirs (DD-PPO); with
+    PPO and several behaviors: the share of a rollout with which a behavior learns when another one does"""
 
 
 COMMON = {f.name for f in fields(Args)}

@@ -667,6 +667,11 @@ class Run:
 
     def has_enough(self, num_rows, wanted):
         """Return whether a rollout with `num_rows` rows of `wanted` is complete."""
+        share = self.args.rollout_share
+        if share < 1 and hasattr(self.envs, "others_learn"):  # processes of other behaviors
+            self.envs.set_missing(max(wanted - num_rows, 0))
+            if self.envs.others_learn and num_rows >= share * wanted:
+                return True
         return self.pace.has_enough(num_rows, wanted, self.iteration)
 
     def due(self, decisions):

@@ -7,11 +7,13 @@ connection to the hub that carries the messages of one player, restricted to one
 The frames of a connection have a length, a kind and a content:
 
     from the process    GREETING    the behavior, the number of the player, and a key, as JSON
-                        ANSWER      a serialized message: a reset at first, then the answer to each MESSAGE
+                        ANSWER      how many decisions a rollout still needs, or -1, and a serialized message: a reset
+                                    at first, then the answer to each MESSAGE or LAST
                         NOTE        a serialized message with nothing but side channels, sent after ENDS
                         READY       the process is ready to train
     from the hub        SPECIMEN    a message with the actions and sensors of the behavior, which is not answered
                         MESSAGE     a message with agents of the behavior that request a decision
+                        LAST        the same, and another behavior learns after it (--rollout-share)
                         ENDS        a message whose agents of the behavior have all ended: the hub does not wait for an
                                     answer, so the player may go on at once
                         ELSEWHERE   this player goes on when the agents of the process in other players have acted
@@ -59,7 +61,7 @@ from onefile_rl.engines.unity import (
 from onefile_rl.engines.unity_wire import UnityMessageProto
 
 VARIABLE = "ONEFILE_RL_SHARED"  # of the environment: what a process needs to find the hub, as JSON
-GREETING, ANSWER, NOTE, READY, SPECIMEN, MESSAGE, ENDS, ELSEWHERE, GONE, STOP = range(10)
+GREETING, ANSWER, NOTE, READY, SPECIMEN, MESSAGE, LAST, ENDS, ELSEWHERE, GONE, STOP = range(11)
 GREETING_SECONDS = 5  # in which a process that has connected must say who it is
 PARAMETERS = EnvironmentParametersChannel().channel_id.bytes_le
 LARGEST_BACKLOG = 2**16  # bytes of side channels that wait for the next message of a behavior
@@ -132,6 +134,8 @@ class SharedPlayer(Player):
     """A player of the hub, as far as the behavior of this process is concerned."""
 
     is_asked = True  # whether the hub waits for an answer to the last message
+    others_learn = False  # whether another behavior learns after the last message
+    missing = -1  # see SharedEnvs
 
     def _start(self, path, command, base_port):
         """There is nothing to launch: the hub has the process."""
@@ -192,14 +196,15 @@ class SharedPlayer(Player):
         kind, content = self._receive()
         if kind == ELSEWHERE:
             return None
-        self.is_asked = kind == MESSAGE
+        self.is_asked = kind in (MESSAGE, LAST)
+        self.others_learn = kind == LAST
         message = UnityMessageProto.FromString(content)
         self._read_specs(message)
         return self._decode(message)
 
     def send_message(self, message):
         if self.is_asked:
-            self._send(ANSWER, message.SerializeToString())
+            self._send(ANSWER, struct.pack("!i", self.missing) + message.SerializeToString())
         elif message.unity_input.rl_input.side_channel:
             self._send(NOTE, message.SerializeToString())
 
@@ -209,7 +214,11 @@ class SharedPlayer(Player):
 
 
 class SharedEnvs:
-    """Lets a UnityVecEnv share the players of a hub. It waits for them as long as the hub does."""
+    """Lets a UnityVecEnv share the players of a hub. It waits for them as long as the hub does.
+
+    With `set_missing` the hub learns how many decisions a rollout still needs, and `others_learn` tells whether the
+    rollout of another behavior is complete now.
+    """
 
     def __init__(self, path, **settings):
         super().__init__(path, **settings | {"timeout": float("inf"), "others": None})
@@ -227,6 +236,15 @@ class SharedEnvs:
         """Wait until the processes of all behaviors are ready to train."""
         self.players[0].wait_for_others()
 
+    def set_missing(self, num_decisions):
+        """Tell the hub with the next actions how many decisions the rollout still needs."""
+        for player in self.players:
+            player.missing = num_decisions
+
+    @property
+    def others_learn(self):
+        return any(player.others_learn for player in self.players)
+
     def reset(self, *, seed=None, options=None):
         if not self._fresh:
             raise ValueError("reset: agents of other behaviors are in the middle of an episode")
@@ -240,6 +258,12 @@ def requests_decisions(message):
     """Return whether an agent in a message requests a decision."""
     infos = message.unity_output.rl_output.agentInfos.values()
     return any(not info.done for agents in infos for info in agents.value)
+
+
+def count_agents(message):
+    """Return how many agents are in a message. Nearly always it has the reward of a decision of each of them."""
+    infos = message.unity_output.rl_output.agentInfos.values()
+    return sum(len({info.id for info in agents.value}) for agents in infos)
 
 
 class HubPlayer(Player):
@@ -312,6 +336,7 @@ class Member:
         self.channels = {}  # its connections, by the number of the player
         self.ready = False
         self.trains = True  # whether its process runs; afterwards a policy plays its agents
+        self.missing = None  # how many decisions its rollout still needs, with --rollout-share
         self.holds = set()  # the numbers of the players that wait for its actions
         self.plan = set()  # those that it is about to answer: it has begun to, or was told to
 
@@ -470,6 +495,10 @@ class Hub:
         if kind == READY:
             member.ready = True
             return
+        missing = -1
+        if kind == ANSWER:
+            (missing,) = struct.unpack_from("!i", content)
+            content = content[4:]
         answer = UnityMessageProto.FromString(content).unity_input.rl_input
         self._note_parameters(member, seat, answer)
         if answer.command == RESET:
@@ -484,6 +513,7 @@ class Hub:
         if kind == NOTE:  # for the next answer of the player
             return
         seat.asked.remove(member)
+        member.missing = missing if missing >= 0 else None
         member.plan = member.plan or set(member.holds)
         member.plan.discard(seat.worker)
         member.holds.discard(seat.worker)
@@ -631,6 +661,7 @@ class Hub:
         """Send the last message of a player to the processes whose agents are in it."""
         player = seat.player
         side_channel = seat.message.unity_output.rl_output.side_channel
+        parts = {}
         for member in self.members:
             if not member.trains:
                 continue
@@ -639,9 +670,14 @@ class Hub:
             if count == 0 and len(backlog) < LARGEST_BACKLOG:
                 seat.backlog[member] = backlog
                 continue
+            parts[member] = part
+            if member.missing is not None:
+                member.missing -= count_agents(part)
+        full = {m for m in self.members if m.trains and m.missing is not None and m.missing <= 0}
+        for member, part in parts.items():
             kind = ENDS
             if requests_decisions(part):
-                kind = MESSAGE
+                kind = LAST if full - {member} else MESSAGE
                 seat.asked.add(member)
                 member.holds.add(seat.worker)
             self._send(member, seat.worker, kind, part.SerializeToString())

@@ -341,6 +341,33 @@ def test_a_player_that_starts_again_gets_the_parameters_of_a_behavior_that_has_e
         assert last == mass
 
 
+def test_a_behavior_is_told_when_the_rollout_of_another_one_is_complete(monkeypatch):
+    """With the message whose rewards complete it: the second one of Long, the last of its two decisions."""
+    long, short = NAMES
+    both = [{name: [info(name, i, step)] for i, name in enumerate(NAMES)} for step in range(1, 5)]
+    last = {name: [info(name, i, 1000)] for i, name in enumerate(NAMES)}
+    told = {}
+
+    def act(envs, name):
+        told[name] = []
+        obs, infos = envs.reset()
+        missing = 2
+        while not (obs[:, 1] == 1000).any():
+            envs.set_missing(missing if name == long else -1)
+            continuous, discrete = policy(name, obs)
+            rows = continuous if discrete is None else np.concatenate([continuous, discrete], 1)
+            obs, *_, infos = envs.step(rows)
+            missing = missing - 1 or 2
+            told[name].append(envs.others_learn)
+
+    with closing(make_hub([ScriptedPlayer([*both, last], SPECS)])) as hub:
+        members = Members(monkeypatch, hub)
+        for name in NAMES:
+            members.start(name, lambda envs, name=name: act(envs, name))
+        members.serve()
+    assert told == {long: [False] * 4, short: [False, True, False, True]}
+
+
 def test_a_note_after_an_end_is_not_an_answer(monkeypatch):
     """The side channels of a process arrive after the player has already asked its agents again."""
     long, short = NAMES
@@ -360,7 +387,8 @@ def test_a_note_after_an_end_is_not_an_answer(monkeypatch):
 
     answer = shared.UnityMessageProto()
     answer.unity_input.rl_input.agent_actions[long].value.add()
-    hub._handle(member, seat, shared.ANSWER, answer.SerializeToString())
+    content = struct.pack("!i", -1) + answer.SerializeToString()
+    hub._handle(member, seat, shared.ANSWER, content)
     ((first, second),) = answered
     assert first.side_channel and second.agent_actions, "both reach the player, with one message"
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, ScriptedPlayer, agent, assert_refused, call, curve, run_script
@@ -334,6 +335,19 @@ def test_a_run_can_be_resumed_before_a_behavior_has_its_first_checkpoint(tmp_pat
     out = run_script(ppo, f"--resume {run} --total-timesteps 320", tmp_path)
     assert out.returncode == 0, out.stderr
     assert_complete(tmp_path / run, 320)
+
+
+def test_behaviors_learn_together_with_a_share_of_their_rollouts(tmp_path):
+    """Both have as many iterations, although BigWall has about a quarter of the agents."""
+    options = "--rollout-share 0.01 --env-parameters big_wall=0.25"
+    line = f"{BOTH} {SMALL} {options} --total-timesteps 640"
+    out = run_script(ppo, line, tmp_path)
+    assert out.returncode == 0, out.stderr
+    run = only_run(tmp_path)
+    ends = [[x[0] for x in curve(run / name)["charts/learning_rate"]] for name in NAMES]
+    together = min(len(x) for x in ends)
+    big, small = np.diff([x[:together] for x in ends])
+    assert len(big) > 3 and big.sum() < 0.7 * small.sum(), "by the agents, not by the batch of 64"
 
 
 def test_a_stopped_process_ends_with_the_first_signal(tmp_path):
