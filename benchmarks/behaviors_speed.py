@@ -23,10 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_discrete_multiagent.py"
 LINE = "--env-id WallClimb --no-compile --total-timesteps 100000000 --player-args=--max-step=20"
+TWO = "--behavior BigWall SmallWall --env-parameters big_wall=0.5"
 WAYS = {
     "one behavior": "--behavior BigWall --env-parameters big_wall=1",
-    "two behaviors": "--behavior BigWall SmallWall --env-parameters big_wall=0.5",
-    "two behaviors that learn together": "--behavior BigWall SmallWall --env-parameters big_wall=0.5 --rollout-share 0.5",
+    "two behaviors": TWO,
+    "two that learn together": f"{TWO} --rollout-share 0.5",
 }
 
 
