@@ -25,6 +25,7 @@ from onefile_rl.engines.samplers import KINDS, make, parse
 
 BLOCK = "environment_parameters"
 LARGEST_FILE = 100_000  # bytes of a YAML file, which take a few seconds to read
+MOST_VALUES = 100_000  # of the parameters: more than the largest file has without aliases
 MOST_LESSONS = 1_000  # of a parameter
 MOST_INTERVALS = 100  # of a sampler
 LONGEST = 1_000_000  # episodes: the largest min_lesson_length
@@ -56,15 +57,30 @@ NOT_USED = {
 
 
 class Loader(yaml.SafeLoader):
-    """Loads plain types only, and refuses a key that is there twice: YAML's own loader drops the first value."""
+    """Loads plain types only.
+
+    It refuses a key that is there twice, of which YAML's own loader drops the first value, the key <<, with which a few
+    lines can describe endless mappings, and tags, such as !!map, which can give a value to the wrong constructor.
+    """
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if getattr(event, "tag", None):
+            problem = f"the tag {shown(event.tag)} can't be used: leave it out"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = set()
         for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
+            if not isinstance(key_node, yaml.ScalarNode):
                 continue
-            if key_node.value in keys:
+            problem = None
+            if key_node.tag.endswith(":merge"):
+                problem = "<< can't be used: write the keys out"
+            elif key_node.value in keys:
                 problem = f"{shown(key_node.value)} is there twice"
+            if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             keys.add(key_node.value)
         return super().construct_mapping(node, deep)
@@ -92,7 +108,7 @@ def read(file, report=False):
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "not YAML"
         raise ValueError(f"{file}, {where}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # what YAML's loader raises for numbers and dates is not documented
         reason = " ".join(str(error).split())[:100]
         raise ValueError(f"{file} is not YAML: {printable(reason)}") from None
 
@@ -101,10 +117,27 @@ def read(file, report=False):
         file = f"{file}: {BLOCK}"
     if not content:
         raise ValueError(f"{file}: there are no environment parameters")
+    if not is_bounded(content):
+        fix = "give each alias (*NAME) fewer times"
+        raise ValueError(f"{file} has more than {MOST_VALUES:,} values: {fix}")
     block, not_used = read_block(content, file)
     for key in not_used if report else []:
         print(f"{file}: {key} has no effect: {NOT_USED[key]}", flush=True)
     return block
+
+
+def is_bounded(content):
+    """Return whether the content of a file has at most MOST_VALUES values. Aliases can make it endless."""
+    count = 0
+    rest = [content]
+    while rest and count <= MOST_VALUES:
+        x = rest.pop()
+        count += 1
+        if isinstance(x, dict):
+            rest += x.values()
+        elif isinstance(x, list):
+            rest += x
+    return count <= MOST_VALUES
 
 
 def check(block):
@@ -170,9 +203,7 @@ def read_lesson(lesson, is_last, place, not_used):
     if "value" not in lesson:
         raise ValueError(f"{place} has no value: give a number or a sampler")
     number = place.rpartition("[")[2].rstrip("]")
-    name = str(lesson.get("name", f"Lesson{number}"))
-    if not name.isprintable():
-        raise ValueError(f"{place}.name is {shown(name)}: give printable characters")
+    name = read_lesson_name(lesson.get("name", f"Lesson{number}"), f"{place}.name")
     criteria = lesson.get("completion_criteria")
     if criteria is None and not is_last:
         raise ValueError(f"{place} has no completion_criteria, and it is not the last lesson")
@@ -180,6 +211,19 @@ def read_lesson(lesson, is_last, place, not_used):
         criteria = read_criteria(criteria, f"{place}.completion_criteria", not_used)
     value = read_value(lesson["value"], f"{place}.value", not_used)
     return {"name": name, "value": value, "completion_criteria": criteria}
+
+
+def read_lesson_name(name, place):
+    """Return the name as a text. YAML reads some words as numbers or bools."""
+    if not isinstance(name, (str, int, float, bool)):
+        raise ValueError(f"{place} is {shown(name)}: give a text")
+    try:
+        text = str(name)
+    except ValueError:  # Python does not print integers with thousands of digits
+        raise ValueError(f"{place} is {shown(name)}: give a shorter text") from None
+    if not text.isprintable():
+        raise ValueError(f"{place} is {shown(text)}: give printable characters")
+    return text
 
 
 def read_criteria(criteria, place, not_used):
@@ -227,7 +271,7 @@ def read_value(value, place, not_used, may_have_lessons=False):
     kinds = ("curriculum", *SAMPLER) if may_have_lessons else SAMPLER
     check_keys(value, kinds, place)
     kind = value.get("sampler_type")
-    if kind not in SAMPLERS:
+    if not isinstance(kind, str) or kind not in SAMPLERS:
         raise ValueError(f"{place}.sampler_type is {shown(kind)}: give {', '.join(KINDS)}")
     given = value.get("sampler_parameters", {})
     place += ".sampler_parameters"
@@ -266,9 +310,19 @@ def value_text(value):
     return f"{value:g}" if isinstance(value, float) else value
 
 
+class Shortener(reprlib.Repr):
+    """Shortens values. Python does not print integers with thousands of digits."""
+
+    def repr_int(self, x, level):
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return f"an integer of {x.bit_length():,} bits"
+
+
 def shown(x):
     """Return a value of a file as a short text. Not with repr(): aliases can make it endless."""
-    return printable(reprlib.repr(x))[:60]
+    return printable(Shortener().repr(x))[:60]
 
 
 class Lesson(NamedTuple):

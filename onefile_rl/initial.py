@@ -2,7 +2,8 @@
 
 Modules are taken: the agent with its observation statistics, and every other module that checkpoints keep, such as
 return_rms. Optimizers, schedulers, counters, lessons, replay buffers and episodes start new. Tensors are matched by
-name, shape and type.
+name, shape and type. The specs of the envs are compared too: two branches with two and four choices have as many logits
+as two with three choices each.
 """
 
 import torch
@@ -12,6 +13,7 @@ from onefile_rl.checkpoints import load, not_finite, same_kind
 from onefile_rl.engines.printing import printable
 
 SHOWN = 3  # misfits that a message names
+LONGEST = 200  # characters of a layout in a message
 UNKNOWN = "is in the checkpoint and not in this script"
 
 
@@ -27,11 +29,16 @@ def read(source, script):
 
 
 @torch.no_grad()
-def start_from(path, state, keep, partly):
+def start_from(path, state, keep, spec, partly):
     """Copy weights and statistics of a checkpoint into the modules of a new run.
 
-    keep: what checkpoints of the new run keep, by name. partly: start what does not fit new, instead of an error
+    keep: what checkpoints of the new run keep, by name. spec: what the agent of the new run was made of. partly: start
+    what does not fit new, instead of an error
     """
+    for what, (theirs, ours) in other_layouts(state["spec"], spec).items():
+        layouts = f"the {what} are {shortened(theirs)} in the checkpoint and {shortened(ours)} here"
+        why = "the sizes are equal and the meanings are not"
+        raise ValueError(f"--init-from {path}: {layouts}: {why}, leave --init-from out")
     taken = []
     misfits = {}
     new = []
@@ -95,6 +102,57 @@ def parts_of(module):
             full_name = f"{path}.{name}" if path else name
             parts[full_name] = path if is_layer else full_name
     return parts
+
+
+def other_layouts(theirs, ours):
+    """Return how the specs of two envs give tensors of the same size another meaning: both layouts, by what differs.
+
+    Other sizes are found when the tensors are compared. Bounds of actions may differ.
+    """
+    found = {}
+    if num_outputs(theirs) == num_outputs(ours):
+        found["actions"] = (actions_of(theirs), actions_of(ours))
+    if theirs.get("obs_dim") == ours.get("obs_dim"):
+        found["entities"] = tuple(plain_lists(x.get("entities", [])) for x in (theirs, ours))
+    if num_channels(theirs) == num_channels(ours):
+        found["images"] = (images_of(theirs), images_of(ours))
+    return {what: layouts for what, layouts in found.items() if layouts[0] != layouts[1]}
+
+
+def plain_lists(x):
+    """Return tuples as lists, so that equal ones compare equal."""
+    return [plain_lists(each) for each in x] if isinstance(x, (list, tuple)) else x
+
+
+def actions_of(spec):
+    """Return the number of continuous actions, the choices of each branch and the first number of each."""
+    branches = plain_lists(spec.get("branches", []))
+    is_discrete = branches and "low" not in spec
+    return {
+        "continuous": 0 if is_discrete else spec.get("action_dim", 0),
+        "branches": branches,
+        "start": plain_lists(spec.get("start", [0] * len(branches))),
+    }
+
+
+def num_outputs(spec):
+    """Return the size of the layer from which the actions are computed."""
+    actions = actions_of(spec)
+    return actions["continuous"] + sum(actions["branches"])
+
+
+def images_of(spec):
+    """Return (number of last images, height, width, channels) of each camera."""
+    return [(spec.get("stack", 1), *shape) for shape in spec.get("images", {}).values()]
+
+
+def num_channels(spec):
+    """Return the size of the stacked images of each camera, as its encoder gets them."""
+    return [(h, w, stack * channels) for stack, h, w, channels in images_of(spec)]
+
+
+def shortened(layout):
+    return printable(layout)[:LONGEST]
 
 
 def match(here, parts, saved, prefix):

@@ -484,7 +484,7 @@ class Run:
         """Take the weights and statistics of --init-from."""
         path, state = self.initial
         with using(path, state):
-            initial.start_from(path, state, self.keep, self.args.init_partly)
+            initial.start_from(path, state, self.keep, self.spec, self.args.init_partly)
             initial.report_settings(path, state, self.given_args, self.script.stem, COMMON)
 
     def find_stateful(self):

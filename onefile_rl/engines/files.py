@@ -1,7 +1,9 @@
 """Files of torch that other people may have written: they are read without running code, and take no more memory than
 their size."""
 
+import stat
 import zipfile
+from contextlib import suppress
 
 import torch
 
@@ -12,6 +14,9 @@ def read(path):
     """Return the content of a file that torch.save wrote, without running code. Its size is bounded by that of the
     file."""
     incomplete = f"{path} is not a checkpoint, or is incomplete"
+    with suppress(OSError):
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may have no end
+            raise ValueError(f"{path} is not a regular file: give a checkpoint")
     try:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:

@@ -85,6 +85,8 @@ def to_float(x):
     """Return a number that fits into the message of a player."""
     try:
         number = float(x)
+    except OverflowError:  # an integer
+        number = math.inf
     except (TypeError, ValueError):
         raise ValueError(EXAMPLES) from None
     if not math.isfinite(number) or abs(number) > 1e30:

@@ -155,7 +155,9 @@ def test_bundled_files_are_valid(name):
 BAD_FILES = [
     ("a: [1, 2", "line 1, column 9: expected ',' or ']'"),
     ("a: 1\n b: 2", "line 2, column 3: mapping values are not allowed here"),
-    ("a: !!python/object:os.x {}", "could not determine a constructor"),
+    ("a: !!python/object:os.x {}", "line 1, column 4: the tag 'tag:yaml.org"),
+    ("a: 1\nb: !!map foo", "line 2, column 4: the tag 'tag:yaml.org,2002:map' can't be used"),
+    ("a: 2001-13-45", "is not YAML: month must be in 1..12"),
     ("", "there are no environment parameters"),
     ("behaviors: {}", "environment_parameters: there are no environment parameters"),
     ("[1, 2]", "is [1, 2]: give a parameter in each entry"),
@@ -170,6 +172,10 @@ BAD_FILES = [
     ("a: {curriculum: [{steps: 1}]}", "a.curriculum[0] has 'steps': allowed are name, value"),
     ("environment_paramters: {a: 1}", "paramters: did you mean environment_parameters?"),
     ("a: {curriculm: [{value: 1}]}", "a has 'curriculm': did you mean curriculum?"),
+    ("a: {curriculum: [{name: null, value: 1}]}", "a.curriculum[0].name is None: give a text"),
+    ("a: {curriculum: [{name: [b], value: 1}]}", "a.curriculum[0].name is ['b']: give a text"),
+    ("a: {curriculum: [{name: 2001-01-01, value: 1}]}", "name is datetime.date(2001, 1, 1): give"),
+    ('a: {curriculum: [{name: "a\\eb", value: 1}]}', "give printable characters"),
     ("a: {number: 1}", "a has 'number': allowed are curriculum, sampler_type, sampler_parameters"),
     (
         "a: {curriculum: [{value: 1, completion_criterion: {threshold: 1}}, {value: 2}]}",
@@ -196,6 +202,8 @@ BAD_FILES = [
         "completion_criteria.min_lesson_length is -1: give a number of episodes",
     ),
     ("a: {sampler_type: normal}", "a.sampler_type is 'normal': give uniform, gaussian"),
+    ("a: {sampler_type: [uniform]}", "a.sampler_type is ['uniform']: give uniform, gaussian"),
+    ("a: {sampler_type: {b: 1}}", "a.sampler_type is {'b': 1}: give uniform, gaussian"),
     (
         "a: {sampler_type: uniform, sampler_parameters: {min: 1}}",
         "a.sampler_parameters has 'min': allowed are min_value, max_value",
@@ -220,27 +228,81 @@ def test_a_malformed_file_is_one_line_that_names_the_place(text, problem, monkey
     assert problem in line and "lessons.yaml" in line and "\n" not in line
 
 
-def nested_aliases(first):
-    """Return YAML with ten lists, each of which has the one before nine times."""
+def nested_aliases(first, names="abcdefghijk"):
+    """Return YAML with lists, each of which has the one before nine times."""
     lines = [f"a: &a {first}"]
-    for before, name in itertools.pairwise("abcdefghijk"):
+    for before, name in itertools.pairwise(names):
         lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]")
     return "\n".join(lines)
 
 
+# Six times: an implementation without a limit needs a second for it, and not all memory
+MERGES = [
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}"
+    for before, name in itertools.pairwise("abcdefg")
+]
+HUGE = f"0x{'f' * 9000}"  # Python does not print it
+SEXAGESIMAL = ":".join("1" * 400)
+
 HOSTILE_FILES = {
     "aliases": (
         f"{nested_aliases('[0, 1]')}\nenvironment_parameters: {{mass: *k}}",
-        "mass is [[[[",
+        "has more than 100,000 values: give each alias (*NAME) fewer times",
     ),
+    "aliases in a name": (
+        f"{nested_aliases('[0, 1]', 'abcdefg')}\n"
+        "environment_parameters: {mass: {curriculum: [{name: *g, value: 1}]}}",
+        "has more than 100,000 values",
+    ),
+    "a name in itself": (
+        "mass: {curriculum: [{name: &a [*a], value: 1}]}",
+        "has more than 100,000 values",
+    ),
+    "aliases of lessons": (
+        f"lesson: &a {{value: 1}}\ncourse: &b {{curriculum: [{'*a, ' * 1000}]}}\n"
+        + "environment_parameters:\n"
+        + "\n".join(f"  mass{i}: *b" for i in range(200)),
+        "has more than 100,000 values",
+    ),
+    "merged mappings": (
+        "\n".join(["a: &a {mass: 1}", *MERGES, "environment_parameters: *g"]),
+        "line 2, column 8: << can't be used: write the keys out",
+    ),
+    "a large integer": (f"mass: 1{'0' * 400}", "must be a finite number"),
+    "an integer that can't be printed": (f"mass: {HUGE}", "mass is an integer of 36,000 bits: "),
+    "an integer in base 60": (f"mass: {SEXAGESIMAL}", "must be a finite number"),
+    "a number in base 60": (f"mass: {SEXAGESIMAL}.5", "is not YAML: int too large to convert"),
+    "a large threshold": (
+        f"mass: {{curriculum: [{{value: 1, completion_criteria: {{threshold: {HUGE}}}}}]}}",
+        "threshold is an integer of 36,000 bits: give a number",
+    ),
+    "a large number of a sampler": (
+        f"mass: {{sampler_type: uniform, sampler_parameters: {{min_value: {HUGE}}}}}",
+        "mass.sampler_parameters: must be a finite number",
+    ),
+    "a large interval": (
+        "mass: {sampler_type: multirangeuniform, "
+        f"sampler_parameters: {{intervals: [[{HUGE}, 1]]}}}}",
+        "mass.sampler_parameters: must be a finite number",
+    ),
+    "a large name": (
+        f"mass: {{curriculum: [{{name: {HUGE}, value: 1}}]}}",
+        "name is an integer of 36,000 bits: give a shorter text",
+    ),
+    "a large number of episodes": (
+        f"mass: {{curriculum: [{{value: 1, completion_criteria: {{min_lesson_length: {HUGE}}}}}]}}",
+        "min_lesson_length is an integer of 36,000 bits: give a number of episodes",
+    ),
+    "a large key": (f"? {HUGE}\n: 1", "an integer of 36,000 bits can't be the name of a parameter"),
+    "a large integer in a list": (f"mass: [[{HUGE}]]", "mass is [[an integer of 36,000 bits]]: "),
     "aliases in a sampler": (
         f"{nested_aliases('[0, 1]')}\nenvironment_parameters:\n  mass:\n    sampler_type: multirangeuniform\n"
         "    sampler_parameters: {intervals: *k}",
-        "intervals is [[[[",
+        "has more than 100,000 values",
     ),
-    "a list in itself": ("mass: &a [*a]", "mass is [[[["),
-    "a block in itself": ("&a {mass: {curriculum: *a}}", "give a list of lessons"),
-    "a tag": ("mass: !!python/object/apply:os.system ['touch run']", "line 1, column 7: could not"),
+    "a list in itself": ("mass: &a [*a]", "has more than 100,000 values"),
+    "a block in itself": ("&a {mass: {curriculum: *a}}", "has more than 100,000 values"),
+    "a tag": ("mass: !!python/object/apply:os.system ['touch run']", "line 1, column 7: the tag"),
     "many digits": (f"mass: {'9' * 5000}", "is not YAML: Exceeds the limit"),
     "depth": (f"mass: {'[' * 20_000}", "is not YAML: maximum recursion depth"),
     "a key that is there twice": ("mass: 1\nmass: 2", "line 2, column 1: 'mass' is there twice"),
@@ -255,6 +317,37 @@ HOSTILE_FILES = {
         "intervals has 2000: give at most 100",
     ),
 }
+
+
+TAGS = (
+    "!!map [a, b]", "!!map a", "!!set [a]", "!!omap a", "!!pairs a", "!!seq a", "!!bool foo", "!!int ''",
+    "!!float ''", "!!timestamp foo", "!!binary a", "!!null a", "!!str [a]", "! a", "!own a", "!<own> a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tagged", TAGS)
+@pytest.mark.parametrize("place", ["mass: ", "mass:\n  - ", "behaviors:\n  ", ""])
+def test_tags_are_refused_with_their_place(tagged, place):
+    """Wherever they are, also in the part of a trainer's file that is not used."""
+    write(place + tagged)
+    with pytest.raises(ValueError) as refused:
+        curriculum.read("lessons.yaml")
+    line, column = place.count("\n") + 1, len(place.split("\n")[-1]) + 1
+    start = f"lessons.yaml, line {line}, column {column}: the tag "
+    assert str(refused.value).startswith(start)
+    assert str(refused.value).endswith(" can't be used: leave it out")
+
+
+def test_aliases_can_share_criteria_and_values():
+    criteria = "&c {measure: progress, threshold: 0.5, min_lesson_length: 3}"
+    sampler = "&s {sampler_type: uniform}"
+    first = f"{{name: 1, value: {sampler}, completion_criteria: {criteria}}}"
+    second = "{name: true, value: *s, completion_criteria: *c}"
+    block = curriculum.read(write(f"a:\n  curriculum: [{first}, {second}, {{value: 2}}]"))
+    one, two, three = block["a"]["curriculum"]
+    assert one["completion_criteria"] == two["completion_criteria"]
+    assert one["value"] == two["value"] == "uniform(0, 1)"
+    assert [x["name"] for x in (one, two, three)] == ["1", "True", "Lesson2"]
 
 
 @pytest.mark.parametrize("kind", HOSTILE_FILES)

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import conftest
+import gymnasium as gym
 import numpy as np
-import parity_env  # noqa: F401
+import parity_env
 import pytest
 import torch
 from conftest import assert_refused, call, curve, needs_compiler, stop_after
@@ -215,6 +216,109 @@ def test_settings_that_belong_to_the_weights_are_reported(capsys):
     assert line in capsys.readouterr().out
 
 
+# Tensors of the same size with another meaning
+
+
+class Choices(parity_env.Parity):
+    """Actions of any layout: branches alone, or with continuous actions that have bounds."""
+
+    def __init__(self, branches=(), start=None, continuous=0, bound=1.0):
+        box = gym.spaces.Box(-bound, bound, (continuous,), np.float32)
+        choices = gym.spaces.MultiDiscrete(branches, start=start) if branches else None
+        self.action_space = choices or box
+        if choices and continuous:
+            self.action_space = gym.spaces.Tuple([choices, box])
+
+    def step(self, action):
+        self.x = 0.9 * self.x + 0.1 * self.np_random.standard_normal(3)
+        return self.x.astype(np.float32), 1.0, False, False, {}
+
+
+gym.register("Choices-v0", Choices, max_episode_steps=20)
+
+OTHER_ACTIONS = {
+    "ppo_discrete_multiagent": [
+        (dict(branches=[2, 4]),),
+        (dict(branches=[3, 3]),),
+        (dict(branches=[6]),),
+        (dict(branches=[3, 3], start=[0, 1]),),
+    ],
+    "ppo_lstm_multiagent": [
+        (dict(branches=[2, 4]),),
+        (dict(branches=[3, 3]),),
+    ],
+    "lbc_discrete": [
+        (dict(branches=[2, 4]),),
+        (dict(branches=[3, 3]),),
+    ],
+    "ppo_hybrid_multiagent": [
+        (dict(branches=[2, 4], continuous=2),),
+        (dict(branches=[3, 3], continuous=2),),
+    ],
+}
+PAIRS = [
+    (name, *pair)
+    for name, layouts in OTHER_ACTIONS.items()
+    for pair in zip(layouts, [*layouts[1:], layouts[0]], strict=True)
+]
+
+
+@pytest.mark.parametrize("partly", [False, True])
+@pytest.mark.parametrize(("name", "theirs", "ours"), PAIRS)
+def test_other_actions_of_the_same_size_are_refused_and_named(name, theirs, ours, partly):
+    """Six logits are two branches with two and four choices, or with three each, or one branch."""
+    script = importlib.import_module(name)
+    source = train(script, env_id="Choices-v0", env_kwargs=theirs[0])
+    settings = dict(env_id="Choices-v0", env_kwargs=ours[0])
+    with pytest.raises(ValueError) as refused:
+        train(script, **settings, init_from=str(source), init_partly=partly)
+    line = str(refused.value)
+    assert line.startswith(f"--init-from {source}/checkpoint.pt: the actions are ")
+    assert str(theirs[0]["branches"]) in line and str(ours[0]["branches"]) in line
+    assert line.endswith(
+        "here: the sizes are equal and the meanings are not, leave --init-from out"
+    )
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_multiagent", "ppo_hybrid_multiagent"])
+def test_other_bounds_are_no_obstacle(name, monkeypatch):
+    script = importlib.import_module(name)
+    layout = dict(continuous=2, branches=[3] if "hybrid" in name else [])
+    settings = dict(env_id="Choices-v0")
+    source = train(script, **settings, env_kwargs=layout | {"bound": 2.0})
+    states = states_at_the_start(monkeypatch)
+    train(script, **settings, env_kwargs=layout, init_from=str(source))
+    assert_started_with(states[0], tensors(source, script))
+
+
+BOX = {"action_dim": 2, "low": -1.0, "high": 1.0, "obs_dim": 20}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "what"),
+    [
+        ({"entities": [[5, 5, 3]]}, {"entities": [(0, 5, 3)]}, "entities"),
+        ({"entities": [[5, 5, 3]]}, {}, "entities"),
+        (
+            {"images": {"eye": (36, 36, 1)}, "stack": 4},
+            {"images": {"eye": (36, 36, 2)}, "stack": 2},
+            "images",
+        ),
+        ({"branches": [2], "start": [0]}, {"branches": [2], "start": [1]}, "actions"),
+    ],
+)
+def test_other_layouts_of_the_same_size_are_found(theirs, ours, what):
+    found = initial.other_layouts(BOX | theirs, BOX | ours)
+    assert list(found) == [what] and found[what][0] != found[what][1]
+    assert not initial.other_layouts(BOX | theirs, BOX | theirs | {"low": -2.0, "high": [1, 2]})
+
+
+def test_layouts_of_other_sizes_are_left_to_the_tensors():
+    """With --init-partly they start new."""
+    larger = {"obs_dim": 26, "entities": [[5, 7, 3]], "action_dim": 3}
+    assert not initial.other_layouts(BOX | {"entities": [[5, 5, 3]]}, BOX | larger)
+
+
 # Other scripts, copies and processes
 
 
@@ -348,6 +452,10 @@ HOSTILE = [
     (lambda c: c.update(global_step=-1), "not a valid checkpoint: global_step is -1"),
     (lambda c: c.update(format=1), "has checkpoint format 1"),
     (lambda c: c.pop("kept"), "not a valid checkpoint: it has no kept"),
+    (lambda c: c["spec"].update(branches=5), "can't be used: TypeError"),
+    (lambda c: c["spec"].update(branches=torch.ones(3)), "can't be used: RuntimeError"),
+    (lambda c: c["spec"].update(action_dim="x" * 9999), "can't be used: TypeError"),
+    (lambda c: c["spec"].update(start=["\x1b" * 9999]), "control characters"),
 ]
 
 
@@ -357,6 +465,7 @@ def test_hostile_checkpoints_are_one_line(edit, problem, monkeypatch):
     change(source, edit)
     before = set(Path("runs").iterdir())
     options = ["--num-steps", "32", "--num-minibatches", "2", "--hidden-sizes", "8", "8"]
+    options += ["--total-timesteps", "64"]
     with pytest.raises(SystemExit, match=problem) as refused:
         call(monkeypatch, "--env-id", SMALL["env_id"], *options, "--init-from", source)
     assert len(str(refused.value).strip().splitlines()) == 1
@@ -394,5 +503,5 @@ def test_a_module_with_a_state_of_its_own_kind_is_no_obstacle(capsys):
     source = Counter(2, 2)
     saved = {"kept": {"agent": source.state_dict()}, "global_step": 5, "agent_attributes": {}}
     ours = Counter(2, 2)
-    initial.start_from("x.pt", saved, {"agent": ours}, partly=False)
+    initial.start_from("x.pt", saved | {"spec": {}}, {"agent": ours}, {}, partly=False)
     assert torch.equal(ours.weight, source.weight)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from conftest import ROOT, call, run_script, train
 
 import ppo_continuous_multiagent as ppo
 import sac_continuous as sac
-from onefile_rl import checkpoints, evaluate, fast, runs, trust
+from onefile_rl import checkpoints, evaluate, fast, initial, runs, trust
 from onefile_rl.arguments import check_changed_args, fits
 from onefile_rl.engines import files
 from onefile_rl.engines.compare import Trained
@@ -712,6 +713,36 @@ def test_a_file_that_is_not_an_archive_is_one_line(monkeypatch):
             assert len(str(end).strip().splitlines()) == 1
     torch.save({"format": 4}, path, _use_new_zipfile_serialization=False)
     assert "not a checkpoint" in refused(monkeypatch, "--evaluate", folder)
+
+
+READERS = {
+    "a file": lambda path: files.read(path),
+    "a run": lambda path: checkpoints.load(path.parent, ppo.__file__),
+    "a run to start from": lambda path: initial.read(path.parent, ppo.__file__),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/null")])
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(make, reader):
+    """The reader of a pipe would wait for its writer: it has a thread of its own."""
+    path = Path("checkpoint.pt").resolve()
+    make(path)
+    lines = []
+
+    def read_it():
+        try:
+            READERS[reader](path)
+        except ValueError as error:
+            lines.append(str(error))
+
+    thread = threading.Thread(target=read_it, daemon=True)
+    thread.start()
+    thread.join(60)
+    if thread.is_alive():
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # ends the thread
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert lines[0].endswith(f"{path} is not a regular file: give a checkpoint")
 
 
 def test_a_malformed_checkpoint_is_one_line_on_the_terminal(tmp_path):
