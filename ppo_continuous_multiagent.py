@@ -116,8 +116,8 @@ class Args(runs.Args):
 # 3DBall and Crawler: ML-Agents' official settings without annealing of ent_coef; 3DBall with half of
 # its buffer_size and tanh, Crawler with two game processes. ML-Agents divides the actions of its
 # policies by 3, hence Crawler's small initial std.
-# Reachers: short horizon, little noise. HalfCheetah, Walker2d, Ant, Humanoid: higher returns than
-# with the defaults. Large actions cost Ant and Humanoid much reward, so they start with little noise.
+# Reachers: short horizon, little noise. HalfCheetah, Walker2d, Hopper, Ant, Humanoid: higher returns
+# than with the defaults. Large actions cost Ant and Humanoid much reward, so they start with little noise.
 REACHER = dict(
     num_envs=8, num_steps=256, num_minibatches=16, learning_rate=1e-3, gamma=0.95,
     hidden_sizes=(128, 128), activation="silu", logstd_init=-0.7,
@@ -148,6 +148,9 @@ PRESETS = {
     "Walker2d-v5": dict(
         num_envs=8, num_steps=256, learning_rate=2e-4, gamma=0.995, gae_lambda=0.97, vf_coef=1.0,
         hidden_sizes=(128, 128), activation="silu", logstd_init=-1.0,
+    ),
+    "Hopper-v5": dict(
+        num_envs=8, num_steps=512, learning_rate=2e-4, gamma=0.995, gae_lambda=0.97,
     ),
     "Ant-v5": ANT,
     "Humanoid-v5": ANT,

@@ -42,6 +42,7 @@ ONE = (1,)
 TWO = (1, 2)
 THREE = (1, 2, 3)
 FIVE = (1, 2, 3, 4, 5)
+TEN = tuple(range(1, 11))
 BLIND = "--num-envs 8 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
 SB3_SETTINGS = (
     "--compile --num-envs 1 --num-steps 2048 --hidden-sizes 64 64 --activation tanh "
@@ -116,8 +117,17 @@ FULL = [
         sb3="sb3-ppo",
         sb3_seeds=THREE,
     ),
+    Row(PPO, "Hopper-v5", TEN, 1_000_000, "--compile", evaluate=20),
     Row(
-        PPO, "Hopper-v5", THREE, 1_000_000, "--compile", sb3="sb3-ppo", sb3_seeds=THREE, evaluate=20
+        PPO,
+        "Hopper-v5",
+        THREE,
+        1_000_000,
+        SB3_SETTINGS,
+        label="sb3-settings",
+        sb3="sb3-ppo",
+        sb3_seeds=THREE,
+        evaluate=20,
     ),
     Row(PPO, "Walker2d-v5", FIVE, 1_000_000, "--compile", evaluate=20),
     Row(

@@ -72,8 +72,11 @@ def missing_parameters(path, args):
     for behavior, name in (folders_of(folder.parent) or {}).items():
         if name == folder.name:
             continue
+        file = folder.parent / name / "config.json"
+        if not file.is_file():
+            continue
         try:
-            config = json.loads((folder.parent / name / "config.json").read_text())
+            config = json.loads(file.read_text())
             parameters = list(config["args"]["curriculum"])
         except (OSError, ValueError, RecursionError, LookupError, TypeError):
             continue

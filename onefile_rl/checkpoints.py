@@ -415,6 +415,8 @@ def folder_name(text):
 def folders_of(path):
     """Return the folder of each behavior, by name, if `path` is the folder of a run that trains several behaviors, else
     None."""
+    if not Path(path, FOLDERS).is_file():  # a pipe has no end
+        return None
     try:
         text = Path(path, FOLDERS).read_text()
     except (OSError, ValueError):

@@ -133,9 +133,12 @@ def inside(variables):
 
 def folder_id(folder):
     """Return the id of the run that made a folder, or None if its config.json has none, as in an earlier version."""
+    file = folder / "config.json"
+    if not file.is_file():  # a pipe has no end
+        return None
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
         return None
     return config.get("run") if isinstance(config, dict) else None
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import lbc_discrete as lbc
 import ppo_continuous_multiagent as continuous
 import ppo_discrete_multiagent as ppo
 import sac_continuous as sac
-from onefile_rl import behaviors
+from onefile_rl import behaviors, runs
 from onefile_rl.checkpoints import folders_of
 
 BOTH = "--env-id WallClimb --behavior BigWall SmallWall"
@@ -373,6 +374,18 @@ def test_a_damaged_list_of_behaviors_is_one_line(tmp_path, content):
     assert out.returncode == 1 and out.stderr.strip() == (
         "b/behaviors.json is damaged: it is not valid JSON"
     )
+
+
+def test_pipes_in_the_folder_of_a_run_are_not_waited_for(tmp_path):
+    """Another machine's archive can contain them."""
+    os.mkfifo(tmp_path / "behaviors.json")
+    os.mkfifo(tmp_path / "config.json")
+    results = []
+    reads = lambda: results.extend([folders_of(tmp_path), runs.folder_id(tmp_path)])
+    thread = threading.Thread(target=reads, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results == [None, None]
 
 
 def test_a_run_that_has_never_started_is_not_to_be_resumed(trained):
