@@ -246,8 +246,7 @@ class Args:
 
     # Distributed training
     rollout_share: float = 1.0
-    """with PPO and torchrun: the share of ranks that must finish a rollout before the others end theirs (DD-PPO); with
-    PPO and several behaviors: the share of a rollout with which a behavior learns when another one does"""
+    """PPO: the share of ranks that must finish a rollout before the others end theirs, or of a behavior's rollout"""
 
 
 COMMON = {f.name for f in fields(Args)}
