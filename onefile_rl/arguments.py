@@ -246,7 +246,7 @@ class Args:
 
     # Distributed training
     rollout_share: float = 1.0
-    """PPO: the share of ranks that must finish a rollout before the others end theirs, or of a behavior's rollout"""
+    """when a PPO rollout may end early: at this share of finished ranks, or of the rollout with several behaviors"""
 
 
 COMMON = {f.name for f in fields(Args)}
