@@ -132,8 +132,8 @@ def test_pixels_agree(beside, kind, more):
             "gradient norm, in iteration 1, update 1:",
         ),
         (
-            "= args.learning_rate * remaining",
-            "= 2 * args.learning_rate * remaining",
+            "= initial_lr * remaining",
+            "= 2 * initial_lr * remaining",
             "policy loss, in iteration 1, update 2:",
         ),
         (
