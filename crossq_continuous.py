@@ -595,9 +595,7 @@ def train(args, resumed=None):
         betas = (0.5, 0.999)
         q_optimizer = fast.Adam(agent.qf.parameters(), lr=args.learning_rate, betas=betas)
         actor_optimizer = fast.Adam(agent.actor.parameters(), lr=args.learning_rate, betas=betas)
-        a_optimizer = fast.Adam(
-            [agent.log_alpha], lr=args.learning_rate
-        )  # the usual betas, as in SB3
+        a_optimizer = fast.Adam([agent.log_alpha], lr=args.learning_rate)
         rb = ReplayBuffer(args.buffer_size, num_agents, spec["obs_dim"], spec["action_dim"])
         counters = {
             "updates": 0,  # updates made
