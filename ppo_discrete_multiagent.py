@@ -137,7 +137,7 @@ PRESETS = {
         norm_obs=False, norm_reward=False, hidden_sizes=(256, 256), activation="silu",
     ),
     "Sorter": dict(
-        total_timesteps=3_000_000, env_parameters={"num_tiles": 2.0}, player_args=("--agents", "64"),
+        total_timesteps=5_000_000, env_parameters={"num_tiles": 2.0}, player_args=("--agents", "64"),
         num_steps=64, num_minibatches=8, update_epochs=3, ent_coef=5e-3, anneal_lr=False,
         norm_reward=False, hidden_sizes=(128, 128), activation="silu",
     ),

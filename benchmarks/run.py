@@ -171,7 +171,7 @@ FULL = [
         sb3_seeds=THREE,
     ),
     Row(DISCRETE, "PushBlock", THREE, 500_000, "--no-compile", evaluate=96),
-    Row(DISCRETE, "Sorter", ONE, 3_000_000, f"--no-compile {LESSONS}", label="curriculum"),
+    Row(DISCRETE, "Sorter", ONE, 5_000_000, f"--no-compile {LESSONS}", label="curriculum"),
     Row(
         DISCRETE,
         "Sorter",
