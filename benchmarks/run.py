@@ -106,7 +106,7 @@ FULL = [
         "--no-compile --env-parameters gravity=15 scale=2.5",
         label="physics-new",
     ),
-    Row(PPO, "HalfCheetah-v5", THREE, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "HalfCheetah-v5", TEN, 1_000_000, "--compile", evaluate=20),
     Row(
         PPO,
         "HalfCheetah-v5",
