@@ -129,7 +129,7 @@ FULL = [
         sb3_seeds=THREE,
         evaluate=20,
     ),
-    Row(PPO, "Walker2d-v5", FIVE, 1_000_000, "--compile", evaluate=20),
+    Row(PPO, "Walker2d-v5", TEN, 1_000_000, "--compile", evaluate=20),
     Row(
         PPO,
         "Walker2d-v5",
