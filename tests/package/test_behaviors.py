@@ -366,6 +366,15 @@ def test_help_after_the_behaviors_is_printed(tmp_path):
     assert out.returncode == 0 and "usage:" in out.stdout and not (tmp_path / "runs").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    """From each behavior that notices it. There is nothing to resume."""
+    (tmp_path / "runs").touch()
+    out = run_script(ppo, f"{BOTH} {SMALL} --total-timesteps 320", tmp_path)
+    lines = out.stderr.strip().splitlines()
+    assert out.returncode == 1 and 1 <= len(lines) <= 2, out.stderr
+    assert all("can't be written: " in line and "Not a directory" in line for line in lines)
+
+
 @pytest.mark.parametrize("content", ["{", "[" * 200_000])
 def test_a_damaged_list_of_behaviors_is_one_line(tmp_path, content):
     (tmp_path / "b").mkdir()
